@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, store
 from scripts.lib.errors import UserError
 

@@ -9,7 +9,7 @@ workload it writes the first `prompts` rows.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, prompts, store, tables
 from scripts.lib.errors import UserError
 from scripts.lib.identity import pin_file

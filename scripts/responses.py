@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 import pyarrow.parquet as pq
 
 from scripts.lib import cli, engine, store, tables

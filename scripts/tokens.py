@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import chat, cli, engine, store, tables
 from scripts.lib.errors import UserError
 
