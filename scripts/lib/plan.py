@@ -429,3 +429,62 @@ class Plan:
             for verifier, checkpoint in self.checkpoints():
                 self.training_states(self.speculator(verifier, *checkpoint))
         return self._memo["targets",]
+
+    def labels(self) -> dict:
+        """Return what tables need: every part of the study with its labels (JSON-ready)."""
+        bench, config = self.config["benchmark"], self.config
+        acceptance, latency, training = [], [], []
+        for verifier, checkpoint in self.servers():
+            algorithm, strategy, epoch = checkpoint or (None, None, None)
+            labels = {
+                "verifier": verifier, "model": self.model_text(verifier), "algorithm": algorithm,
+                "strategy": strategy, "epoch": epoch, "schedule_epochs":
+                config["strategies"][strategy]["schedule_epochs"] if strategy else None,
+            }  # fmt: skip
+            if checkpoint:
+                node = self.speculator(verifier, *checkpoint)
+                training.append(labels | {"folder": node.folder, "key": node.key})
+            for node, workload in self._labelled_parts(verifier, checkpoint):
+                row = labels | node.settings | {
+                    "workload": workload, "folder": node.folder, "key": node.key}  # fmt: skip
+                if node.settings["kind"] == "latency":
+                    latency.append(row)
+                    continue
+                same = node.settings["concurrency"] == bench["concurrency"]
+                row["role"] = "checkpoint" if checkpoint else "baseline" if same else "control"
+                acceptance.append(row)
+        pools = {
+            (n.names[0], n.folder) for n in self.nodes("prompts")
+        }  # fmt: skip
+        return {
+            "study": config["study"]["name"], "seed": config["seed"],
+            "bench": {k: bench[k] for k in ("bootstrap_samples", "min_prompts", "overlap_ngram")},
+            "acceptance": acceptance, "latency": latency, "training": training,
+            "pools": [{"pool": p, "folder": f} for p, f in sorted(pools)],
+            "workloads": [
+                {"workload": w, "folder": self.workload(w).folder}
+                for w in dict.fromkeys([*config["study"]["workloads"], *bench["latency"]["workloads"]])
+            ],
+            "index": [
+                {"stage": n.stage, "name": n.name, "key": n.key, "folder": n.folder}
+                for n in self._nodes.values()
+            ],
+        }  # fmt: skip
+
+    def _labelled_parts(self, verifier: str, checkpoint):
+        # A part's own names are those of the first plan entry with its key; the
+        # workload's label has to be the one asked for.
+        bench, study = self.config["benchmark"], self.config["study"]
+        names = list(study["workloads"])
+        if checkpoint is None:
+            names += study["workloads"]
+        latency = bench["latency"]
+        names += [w for w in latency["workloads"] for _ in latency["concurrencies"]]
+        return zip(self.benchmark_parts(verifier, checkpoint), names)
+
+    def model_text(self, name: str) -> str:
+        """Return a model's source and revision as text."""
+        entry = self.config["models"][name]
+        if entry["source"] == "package":
+            return f"{entry['package']} {entry['version']}"
+        return f"{entry['path']} ({self.model(name).settings['pin']})"

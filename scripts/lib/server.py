@@ -32,6 +32,7 @@ _COUNTER = re.compile(
     r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total"
     r"(\{[^}]*\})? ([0-9.e+-]+)$"
 )
+_POSITION = re.compile(r'position="(\d+)"')
 
 
 def _die_with_parent() -> None:
@@ -59,7 +60,7 @@ def parse_counters(text: str) -> Counter:
             continue
         kind, labels, value = match.groups()
         if kind == "accepted_tokens_per_pos":
-            name = f"accepted_{re.search(r'position="(\d+)"', labels).group(1)}"
+            name = "accepted_" + _POSITION.search(labels).group(1)
         else:
             name = names[kind]
         result[name] += int(float(value))

@@ -130,7 +130,7 @@ class Trainer:
             loss, metrics = self._forward(batch, self.train_arguments)
             if not torch.isfinite(loss):
                 raise UserError(
-                    f"loss is {float(loss)} at step {self.step + 1}. Lower `lr`, or raise "
+                    f"loss is {loss.item()} at step {self.step + 1}. Lower `lr`, or raise "
                     "`warmup_share`, of the algorithm."
                 )
             self.accelerator.backward(loss / accumulate)

@@ -1,0 +1,94 @@
+"""Speculator studies: from prompts to benchmark tables.
+
+    snakemake                         the study of config/config.yaml
+    snakemake -n                      what is missing, and why
+    snakemake responses               everything up to the teachers' responses
+    snakemake --configfile F          another study
+
+Every result that costs compute has a key (docs/architecture.md) and lives at
+<store>/<stage>/<names>/<key>/; a rule runs when the manifest of its key is missing.
+"""
+
+import sys
+from pathlib import Path
+
+from snakemake.utils import min_version
+
+min_version("9.27")
+sys.path.insert(0, str(Path(workflow.basedir)))
+
+from scripts.lib.config import check
+from scripts.lib.errors import UserError
+from scripts.lib.identity import canonical_json, digest, pin_file
+from scripts.lib.plan import Plan
+from scripts.lib.store import write_json
+
+
+configfile: Path(workflow.basedir) / "config" / "config.yaml"
+
+
+include: "rules/common.smk"
+include: "rules/models.smk"
+include: "rules/prompts.smk"
+include: "rules/workloads.smk"
+include: "rules/responses.smk"
+include: "rules/tokens.smk"
+include: "rules/hidden_states.smk"
+include: "rules/vocab.smk"
+include: "rules/speculators.smk"
+include: "rules/benchmarks.smk"
+include: "rules/tables.smk"
+
+
+localrules:
+    all,
+    models,
+    prompts,
+    responses,
+    hidden_states,
+    speculators,
+    benchmarks,
+    tables,
+
+
+rule all:
+    default_target: True
+    input:
+        "results/report.html",
+        rules.make_tables.output,
+        rules.link_current.output,
+
+
+rule models:
+    input:
+        [n.manifest for n in PLAN.nodes("models")],
+
+
+rule prompts:
+    input:
+        [n.manifest for n in PLAN.nodes("prompts") + PLAN.nodes("workloads")],
+
+
+rule responses:
+    input:
+        [n.manifest for n in PLAN.nodes("responses")],
+
+
+rule hidden_states:
+    input:
+        PLAN.inputs(PLAN.nodes("hidden_states")),
+
+
+rule speculators:
+    input:
+        [n.manifest for n in PLAN.nodes("speculators")],
+
+
+rule benchmarks:
+    input:
+        PLAN.inputs(PLAN.targets()),
+
+
+rule tables:
+    input:
+        rules.make_tables.output,

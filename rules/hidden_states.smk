@@ -1,0 +1,28 @@
+# hidden_states: tokens + layer ids -> one part per layer; a job makes the missing ones.
+# Invalidated by: the tokens, the verifier's model, dtype. Not by strategy or algorithm.
+
+
+rule extract_hidden_states:
+    input:
+        lambda wildcards: sorted(
+            {n.manifest for p in parts_of("hidden_states", wildcards) for n in p.all_parents()}
+        ),
+    output:
+        batch("hidden_states"),
+    params:
+        model=lambda wildcards, output: parts_of("hidden_states", wildcards)[0].parents["model"].folder,
+        tokens=lambda wildcards, output: parts_of("hidden_states", wildcards)[0].parents["tokens"].folder,
+        parts=lambda wildcards, output: canonical_json(
+            [{"out": n.folder, "settings": n.settings} for n in parts_of("hidden_states", wildcards)]
+        ),
+        check=lambda wildcards, output: PLAN.config["hidden_states"]["check_rows"],
+    log:
+        log_of("hidden_states"),
+    threads: ENGINE_THREADS
+    resources:
+        mem_mb=lambda wildcards, attempt: 12000 * attempt,
+        runtime=lambda wildcards, attempt: 240 * attempt,
+    shell:
+        "{PYTHON} {SCRIPTS}/hidden_states.py --model {params.model:q} --tokens {params.tokens:q}"
+        " --parts {params.parts:q} --runtime {RUNTIME:q} --check-rows {params.check}"
+        " --batch {output:q} --log {log:q}"

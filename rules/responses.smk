@@ -1,0 +1,24 @@
+# responses: teacher + prompt shard -> the teacher's answers (vLLM offline).
+# Invalidated by: the teacher's model or generation settings, the prompts, the seed.
+
+
+rule generate_responses:
+    input:
+        waits_for("responses"),
+    output:
+        part("responses"),
+    params:
+        model=of("responses", lambda n: n.parents["model"].folder),
+        prompts=of("responses", lambda n: n.parents["prompts"].folder),
+        settings=of("responses", lambda n: n.settings_json),
+        out=of("responses", lambda n: n.folder),
+    log:
+        log_of("responses"),
+    threads: ENGINE_THREADS
+    resources:
+        mem_mb=lambda wildcards, attempt: 12000 * attempt,
+        runtime=lambda wildcards, attempt: 240 * attempt,
+    shell:
+        "{PYTHON} {SCRIPTS}/responses.py --model {params.model:q} --prompts {params.prompts:q}"
+        " --settings {params.settings:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"
+        " --out {params.out:q} --log {log:q}"

@@ -1,0 +1,47 @@
+# speculators: epoch n - 1 (or a start) + tokens + hidden states + vocab -> epoch n.
+# Invalidated by: the algorithm's or strategy's settings, the data, the epochs before.
+
+
+def training_inputs(wildcards):
+    """Return what one epoch waits for; hidden states by their parts or batches."""
+    node = PLAN.get("speculators", wildcards.key)
+    if Path(node.manifest).exists():
+        return []
+    return waits_for("speculators")(wildcards) + PLAN.inputs(PLAN.training_states(node))
+
+
+def optional(node, flag, role):
+    """Return a flag with the folder(s) of a role, or nothing when the part has none."""
+    found = node.parents.get(role, [])
+    return [flag, *(n.folder for n in (found if isinstance(found, list) else [found]))] if found else []
+
+
+rule train_speculator:
+    input:
+        training_inputs,
+    output:
+        part("speculators"),
+    params:
+        model=of("speculators", lambda n: n.parents["model"].folder),
+        tokens=of("speculators", lambda n: [t.folder for t in n.parents["tokens"]]),
+        own=of("speculators", lambda n: optional(n, "--own-tokens", "own_tokens")),
+        states=of("speculators", lambda n: [s.folder for s in PLAN.training_states(n)]),
+        vocab=of("speculators", lambda n: n.parents["vocab"].folder),
+        origin=of(
+            "speculators",
+            lambda n: optional(n, "--previous", "previous") + optional(n, "--start", "start"),
+        ),
+        settings=of("speculators", lambda n: n.settings_json),
+        extra=of("speculators", lambda n: canonical_json(n.extra)),
+        out=of("speculators", lambda n: n.folder),
+    log:
+        log_of("speculators"),
+    threads: ENGINE_THREADS
+    resources:
+        mem_mb=lambda wildcards, attempt: 16000 * attempt,
+        runtime=lambda wildcards, attempt: 720 * attempt,
+    shell:
+        "{PYTHON} {SCRIPTS}/speculators.py --model {params.model:q} --tokens {params.tokens:q}"
+        " {params.own:q} --states {params.states:q} --vocab {params.vocab:q} {params.origin:q}"
+        " --settings {params.settings:q} --extra-inputs {params.extra:q} --runtime {RUNTIME:q}"
+        " --out {params.out:q} --log {log:q}"

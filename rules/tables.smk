@@ -1,0 +1,78 @@
+# tables: all parts of the configuration -> tables, figures, report, links.
+# Cheap; rebuilt whenever a part, a label, or one of these scripts changes.
+
+LIB = SCRIPTS / "lib"
+
+
+def code(*files):
+    """Return a digest of source files, to be a tracked parameter."""
+    return digest([pin_file(f) for f in files])
+
+
+localrules:
+    write_plan,
+    make_tables,
+    make_report,
+    link_current,
+
+
+rule write_plan:
+    output:
+        "results/tables/plan.json",
+    params:
+        content=canonical_json(PLAN.labels()),
+    run:
+        write_json(Path(output[0]), PLAN.labels())
+
+
+rule make_tables:
+    input:
+        PLAN.inputs(PLAN.targets()),
+        [n.manifest for n in PLAN.nodes("speculators")],
+        plan="results/tables/plan.json",
+    output:
+        multiext(
+            "results/tables/acceptance",
+            ".csv",
+            ".parquet",
+        ),
+        multiext("results/tables/lossless", ".csv", ".parquet"),
+        multiext("results/tables/latency", ".csv", ".parquet"),
+        multiext("results/tables/training", ".csv", ".parquet"),
+        "results/index.csv",
+    params:
+        code=code(SCRIPTS / "tables.py", LIB / "statistics.py"),
+    log:
+        "results/logs/tables.log",
+    shell:
+        "{PYTHON} {SCRIPTS}/tables.py --plan {input.plan:q} --out results/tables"
+        " --index results/index.csv --log {log:q}"
+
+
+rule make_report:
+    input:
+        rules.make_tables.output,
+        plan="results/tables/plan.json",
+    output:
+        "results/report.html",
+    params:
+        code=code(SCRIPTS / "report.py"),
+    log:
+        "results/logs/report.log",
+    shell:
+        "{PYTHON} {SCRIPTS}/report.py --plan {input.plan:q} --tables results/tables"
+        " --figures results/figures --out {output:q} --log {log:q}"
+
+
+rule link_current:
+    input:
+        rules.make_tables.output,
+        plan="results/tables/plan.json",
+    output:
+        "results/current/README",
+    params:
+        code=code(SCRIPTS / "links.py"),
+    log:
+        "results/logs/links.log",
+    shell:
+        "{PYTHON} {SCRIPTS}/links.py --plan {input.plan:q} --out results/current --log {log:q}"

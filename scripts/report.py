@@ -1,0 +1,428 @@
+#!/usr/bin/env python3
+"""Last stage, report: figures (PNG and SVG) and one HTML page from the tables.
+
+The page carries its figures and style inside, so it opens offline and can be
+mailed. Equal tables give equal files: no dates, fixed ids in the SVG.
+"""
+
+import base64
+import csv
+import sys
+from collections import defaultdict
+from operator import itemgetter
+from pathlib import Path
+
+import jinja2
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import pyarrow.parquet as pq
+from matplotlib.ticker import MaxNLocator
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+from scripts.lib import cli, statistics, store
+from scripts.lib.errors import UserError
+
+MACRO, POOLED = "macro", "pooled"
+TABLES = ("acceptance", "lossless", "latency", "training")
+GROUP = itemgetter("verifier", "algorithm", "strategy")
+SMOOTH_POINTS = 400
+CAPTIONS = {
+    "acceptance_by_epoch": "Acceptance length against training epoch: thin lines are workloads, the "
+    "black line is their macro mean, its band the 95 % interval over prompts. A speculator that "
+    "never guesses right has 1.",
+    "training_loss": "Training loss by step (grey: every step, blue: mean of neighbouring steps) and "
+    "the loss on held-out conversations after each epoch.",
+    "position_rates": "Share of drafts whose token at a position was accepted, last epoch, macro mean "
+    "over workloads. A token counts only if all tokens before it were accepted, so bars fall.",
+    "latency": "Median time between two output tokens with and without the speculator, by number "
+    "of requests in flight. Lower is better.",
+}
+
+TEMPLATE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ study }}: speculators</title>
+<style>
+body{font:16px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:70rem;margin:2rem auto;padding:0 1rem}
+h1,h2{line-height:1.2}h2{margin-top:2.5rem;border-bottom:1px solid #d0d7de}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:.5rem 0}
+th,td{padding:.25rem .6rem;border-bottom:1px solid #d8dee4;white-space:nowrap;text-align:right}
+th{background:#f6f8fa}td.text,th.text{text-align:left}tr.summary td{font-weight:600}
+tr.flagged td{background:#fff3cd}figure{margin:1.5rem 0}img{max-width:100%}
+figcaption,.note{color:#57606a;font-size:.9rem}.lead{font-size:1.1rem}dt{font-weight:600}
+</style></head><body>
+<h1>{{ study }}: what the speculators give</h1>
+{% for sentence in headline %}<p class="lead">{{ sentence }}</p>{% endfor %}
+<h2>What was run</h2>
+<dl>{% for name, value in run %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>
+{% for section in sections %}<h2>{{ section.title }}</h2>
+{% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
+{% for f in section.figures %}<figure><img alt="{{ f.name }}" src="data:image/png;base64,{{ f.data }}">
+<figcaption>{{ f.caption }}</figcaption></figure>{% endfor %}
+{% for table in section.tables %}{% if table.title %}<details><summary>{{ table.title }}</summary>{% endif %}
+<div class="scroll"><table><thead><tr>{% for c in table.columns %}
+<th{% if c in texts %} class="text"{% endif %}>{{ c }}</th>{% endfor %}</tr></thead><tbody>
+{% for row in table.rows %}<tr class="{{ row.style }}">{% for c, cell in row.cells %}
+<td{% if c in texts %} class="text"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div>{% if table.title %}</details>{% endif %}{% endfor %}{% endfor %}
+<h2>Definitions</h2><dl>
+<dt>acceptance length</dt><dd>1 + accepted / drafts: tokens that one step of the verifier emits,
+its own (bonus) token included. Between 1 and k + 1.</dd>
+<dt>accepted per draft</dt><dd>accepted / drafts: the same without the bonus token.</dd>
+<dt>acceptance rate</dt><dd>accepted / drafted: the share of drafted tokens that the verifier kept.</dd>
+<dt>position i</dt><dd>The share of drafts whose tokens 1 to i were all accepted. The positions add up
+to accepted per draft.</dd>
+<dt>macro, pooled</dt><dd>macro is the plain mean over workloads; pooled sums all counters, so a workload
+with more drafts weighs more. Counters in a macro row are sums.</dd>
+<dt>interval</dt><dd>95 % bootstrap interval, {{ bench.bootstrap_samples }} resamples of prompts (for macro
+and pooled inside each workload). It covers the choice of prompts, not the seed of a training.</dd>
+<dt>dropped_overlap</dt><dd>Prompts left out since a training pool holds them too: the same prompt, or
+{{ bench.overlap_ngram }} consecutive words in common.</dd>
+<dt>losslessness</dt><dd>Greedy decoding with a speculator must return the verifier's own text. identical
+counts prompts whose token ids are equal to the verifier's without speculator. Rounding differs between
+batch sizes and can turn a near-tie, so the control compares the bare verifier with itself at another
+number of requests in flight.</dd>
+<dt>flagged (yellow)</dt><dd>Fewer than {{ bench.min_prompts }} prompts, for macro in any workload:
+take it as a hint, not as a result.</dd></dl>
+<h2>Raw data</h2>
+<p>Tables as CSV and parquet are in <code>{{ tables }}</code>, figures in <code>{{ figures }}</code>.
+The index (<code>index</code> in the tables' folder, and results/index.csv) names the folder of every part
+by its key. A part's <code>manifest.json</code> says what it was made from. Counters per request are in
+<code>requests.parquet</code>, GuideLLM's reports in <code>guidellm.json</code>, losses per step in
+<code>steps.csv</code>.</p>
+<div class="scroll"><table><thead><tr><th class="text">stage</th><th>parts</th><th class="text">for
+example</th></tr></thead><tbody>{% for stage, count, folder in stages %}<tr><td class="text">{{ stage }}</td>
+<td>{{ count }}</td><td class="text"><code>{{ folder }}</code></td></tr>{% endfor %}</tbody></table></div>
+</body></html>
+"""
+
+
+def read_tables(folder: Path) -> dict[str, list[dict]]:
+    """Read the tables' parquet files.
+
+    Raises:
+        UserError: when one is missing or damaged.
+    """
+    result = {}
+    for name in TABLES:
+        path = folder / f"{name}.parquet"
+        try:
+            result[name] = pq.read_table(path).to_pylist()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}). Make the tables again.") from error
+    return result
+
+
+def read_losses(entry: dict) -> list[tuple[int, float]]:
+    """Return (step, loss) of one trained epoch.
+
+    Raises:
+        UserError: when `steps.csv` is missing, cut or has no such columns.
+    """
+    manifest = statistics.open_part(entry, "speculators")
+    path = store.data_file(entry["folder"], "steps.csv", manifest)
+    try:
+        with open(path, newline="") as stream:
+            return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(stream)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: no usable columns step and loss ({error}).") from error
+
+
+def grouped(rows: list[dict], by=GROUP) -> dict[tuple, list[dict]]:
+    """Return rows by group, in the order of their first appearance."""
+    result = defaultdict(list)
+    for row in rows:
+        result[by(row)].append(row)
+    return dict(result)
+
+
+def last_macro(tables: dict) -> dict[tuple, dict]:
+    """Return each group's macro row of its last epoch."""
+    rows = [r for r in tables["acceptance"] if r["workload"] == MACRO]
+    return {name: max(own, key=itemgetter("epoch")) for name, own in grouped(rows).items()}
+
+
+def panels(names: list[tuple], share: bool = True, height: float = 3.6):
+    """Return a figure and one axes per name, in rows of at most three.
+
+    Args:
+        names: titles as tuples.
+        share: whether all panels have one vertical scale.
+        height: of a row of panels, in inches.
+    """
+    columns = min(3, len(names))
+    lines = -(-len(names) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(max(7.5, 5 * columns), height * lines), squeeze=False,
+        sharey=share, layout="constrained",
+    )  # fmt: skip
+    for axis in axes.flat[len(names):]:
+        axis.set_axis_off()
+    for axis, name in zip(axes.flat, names, strict=False):
+        axis.set_title(" / ".join(map(str, name)), fontsize=10)
+        axis.set_axisbelow(True)
+        axis.grid(axis="y", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes.flat[: len(names)])
+
+
+def nan(value) -> float:
+    """Return a number that matplotlib leaves out when there is none."""
+    return np.nan if value is None else value
+
+
+def draw_acceptance(tables: dict):
+    """Draw acceptance length against epoch; None without rows."""
+    groups = grouped([r for r in tables["acceptance"] if r["workload"] != POOLED])
+    if not groups:
+        return None
+    figure, axes = panels(list(groups))
+    for axis, rows in zip(axes, groups.values(), strict=True):
+        for workload, own in grouped(rows, itemgetter("workload")).items():
+            own.sort(key=itemgetter("epoch"))
+            epochs, macro = [r["epoch"] for r in own], workload == MACRO
+            axis.plot(
+                epochs, [nan(r["acceptance_length"]) for r in own], marker="o", label=workload,
+                color="black" if macro else None, linewidth=2.5 if macro else 1.1,
+                markersize=5 if macro else 3, zorder=3 if macro else 2,
+            )  # fmt: skip
+            if macro:
+                low, high = ([nan(r[c]) for r in own] for c in ("ci_low", "ci_high"))
+                axis.fill_between(epochs, low, high, color="black", alpha=0.15, linewidth=0)
+                if len(own) == 1:  # a band has no width at one epoch
+                    axis.vlines(epochs, low, high, color="black", alpha=0.4, linewidth=4)
+        axis.set(xlabel="epoch", ylabel="acceptance length")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
+    return figure
+
+
+def draw_losses(tables: dict, losses: dict[str, list[tuple[int, float]]]):
+    """Draw step losses and validation losses (by the parts' keys); None without rows."""
+    groups = grouped(tables["training"])
+    if not groups:
+        return None
+    figure, axes = panels(list(groups), share=False)
+    for axis, rows in zip(axes, groups.values(), strict=True):
+        rows.sort(key=itemgetter("epoch"))
+        steps, values = np.array([p for r in rows for p in losses[r["key"]]]).T
+        chunks = np.array_split(np.arange(len(steps)), min(len(steps), SMOOTH_POINTS // 10))
+        if len(steps) <= 10 * SMOOTH_POINTS:
+            axis.plot(steps, values, color="0.8", linewidth=0.7, label="training, each step")
+        axis.plot([steps[c].mean() for c in chunks], [values[c].mean() for c in chunks],
+                  color="tab:blue", label="training, mean")  # fmt: skip
+        axis.plot([losses[r["key"]][-1][0] for r in rows], [nan(r["validation_loss"]) for r in rows],
+                  "o-", color="tab:red", label="validation, after each epoch")  # fmt: skip
+        # The first steps of an untrained draft would flatten all that follows.
+        axis.set_ylim(0, 1.15 * np.nanmax([np.quantile(values, 0.98), *axis.lines[-1].get_ydata()]))
+        axis.set(xlabel="step", ylabel="loss (sum over positions)")
+        axis.legend(fontsize=9)
+    return figure
+
+
+def bars(axis, series: dict[str, list], labels: list[str]) -> None:
+    """Draw grouped bars: one colour per series, one group per label."""
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * width
+        drawn = axis.bar(np.arange(len(labels)) + offset, values, width * 0.95, label=name)
+        axis.bar_label(drawn, fmt=lambda v: f"{v:.3g}" if np.isfinite(v) else "", fontsize=8)
+    axis.set_xticks(np.arange(len(labels)), labels)
+    if len(series) > 1:
+        axis.margins(y=0.15)
+        axis.legend(fontsize=9)
+
+
+def draw_positions(tables: dict):
+    """Draw the macro position rates of the last epochs; None without rows."""
+    last = last_macro(tables)
+    if not last:
+        return None
+    verifiers = grouped(list(last.values()), itemgetter("verifier"))
+    figure, axes = panels([(v,) for v in verifiers])
+    for axis, rows in zip(axes, verifiers.values(), strict=True):
+        positions = range(1, max(r["k"] for r in rows) + 1)
+        series = {
+            f"{r['algorithm']} / {r['strategy']}, epoch {r['epoch']}":
+            [nan(r.get(f"position_{i}")) for i in positions] for r in rows
+        }  # fmt: skip
+        bars(axis, series, [str(i) for i in positions])
+        axis.set(xlabel="position in the draft", ylabel="share of drafts accepted up to here")
+        axis.legend(fontsize=9)
+    return figure
+
+
+def draw_latency(tables: dict):
+    """Draw inter-token latency with and without speculator; None without rows."""
+    places = grouped(tables["latency"], itemgetter("verifier", "workload", "hardware"))
+    if not places:
+        return None
+    figure, axes = panels(list(places))
+    for axis, rows in zip(axes, places.values(), strict=True):
+        concurrencies = sorted({r["concurrency"] for r in rows})
+        series = {}
+        for name, own in grouped(rows, itemgetter("algorithm", "strategy", "epoch")).items():
+            found = {r["concurrency"]: nan(r["itl_ms"]) for r in own}
+            label = f"{name[0]} / {name[1]}, epoch {name[2]}" if name[2] else "without speculator"
+            series[label] = [found.get(c, np.nan) for c in concurrencies]
+        bars(axis, series, [str(c) for c in concurrencies])
+        axis.set(xlabel="requests in flight", ylabel="ms per output token (median)")
+    return figure
+
+
+def save(figures: dict, folder: Path) -> dict[str, bytes]:
+    """Write each figure as PNG and SVG; return the PNG files' content by name."""
+    plt.rcParams["svg.hashsalt"] = "speculators"  # else the ids in an SVG are random
+    result = {}
+    for name, figure in figures.items():
+        for suffix, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+            path = folder / f"{name}.{suffix}"
+            if figure is None:  # a study without latency must not show an old one's
+                path.unlink(missing_ok=True)
+                continue
+            with store.replacing(path) as temporary:
+                figure.savefig(temporary, format=suffix, dpi=150, metadata=metadata)
+            if suffix == "png":
+                result[name] = path.read_bytes()
+        plt.close(figure)
+    return result
+
+
+def text(value) -> str:
+    """Return a table cell: rounded, with a dash for nothing."""
+    if value is None:
+        return "\u2013"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 100 and value != int(value) else f"{value:,.6g}"
+    return str(value)
+
+
+def html_table(rows: list[dict], hidden=(), title: str = "") -> dict:
+    """Return what the template needs of a table, without its empty and `hidden` columns."""
+    columns = [c for c in rows[0] if c not in hidden and any(r[c] is not None for r in rows)]
+    shown = []
+    for row in rows:
+        summary = "summary" if row.get("workload") in (MACRO, POOLED) else ""
+        style = f"{summary} {'flagged' if row.get('flagged') else ''}".strip()
+        shown.append({"style": style, "cells": [(c, text(row[c])) for c in columns]})
+    return {"columns": columns, "rows": shown, "title": title}
+
+
+def pivot(rows: list[dict]) -> list[dict]:
+    """Return acceptance lengths with one row per checkpoint and one column per workload."""
+    result, workloads = [], list(dict.fromkeys(r["workload"] for r in rows))
+    by = itemgetter("verifier", "algorithm", "strategy", "epoch", "k", "temperature")
+    for name, own in grouped(rows, by).items():
+        labels = ("verifier", "algorithm", "strategy", "epoch", "k", "temperature")
+        cells = {r["workload"]: r for r in own}
+        line = dict(zip(labels, name, strict=True))
+        for workload in workloads:
+            row = cells.get(workload)
+            line[workload] = row and text(row["acceptance_length"]) + "*" * bool(row["flagged"])
+        low, high = cells[MACRO]["ci_low"], cells[MACRO]["ci_high"]
+        result.append(line | {"macro interval": f"{text(low)} to {text(high)}"})
+    return result
+
+
+def headline(tables: dict) -> list[str]:
+    """Return one sentence per verifier, algorithm and strategy on its last epoch."""
+    result, key = [], itemgetter("verifier", "algorithm", "strategy", "epoch")
+    for row in last_macro(tables).values():
+        same = [r for r in tables["lossless"] if key(r) == key(row) and r["workload"] == POOLED]
+        count = sum(key(r) == key(row) for r in tables["acceptance"]) - 2
+        sentence = (
+            f"On {row['verifier']}, the {row['algorithm']} speculator of strategy {row['strategy']} "
+            f"reaches after epoch {row['epoch']} an acceptance length of "
+            f"{text(row['acceptance_length'])} (macro mean over {count} workloads, 95 % interval "
+            f"{text(row['ci_low'])} to {text(row['ci_high'])}, {row['prompts']} prompts, k = {row['k']})."
+        )
+        for r in tables["latency"]:
+            if key(r) == key(row) and r["itl_speedup"] is not None:
+                sentence += (
+                    f" With {r['concurrency']} in flight ({r['workload']}, {r['hardware']}) output "
+                    f"tokens come {r['itl_speedup']:.2f} times as fast as without it."
+                )
+        for r in same:
+            sentence += (
+                f" {r['identical']} of {r['compared']} greedy outputs equal the verifier's own; the "
+                f"verifier alone at two batch sizes agrees in {r['control_identical']} of "
+                f"{r['control_compared']}."
+            )
+        result.append(sentence)
+    return result or ["No speculator was measured in this study."]
+
+
+def run_facts(plan: dict, tables: dict) -> list[tuple[str, str]]:
+    """Return name and value of what was run, library versions as the parts recorded them."""
+    found, parts = defaultdict(set), plan["acceptance"] + plan["latency"] + plan["training"]
+    for entry in parts:
+        for library, version in store.read_manifest(entry["folder"])["versions"].items():
+            found[library].add(version)
+    entries = plan["acceptance"] + plan["latency"]
+    drafting = [e for e in entries if e["epoch"] is not None]
+    listed = lambda rows, c: ", ".join(map(str, dict.fromkeys(r[c] for r in rows)))  # noqa: E731
+    return [
+        ("study", plan["study"]), ("verifier", listed(entries, "verifier")),
+        ("model", listed(entries, "model")), ("algorithm", listed(drafting, "algorithm")),
+        ("strategy", listed(drafting, "strategy")), ("epochs", listed(drafting, "epoch")),
+        ("k (tokens per draft)", listed(drafting, "k")), ("temperature", listed(entries, "temperature")),
+        ("seed", str(plan["seed"])),
+        ("planned length of the schedule (epochs)", listed(tables["training"], "schedule_epochs")),
+        ("versions", ", ".join(f"{n} {'/'.join(sorted(v))}" for n, v in sorted(found.items()))),
+    ]  # fmt: skip
+
+
+def sections(tables: dict, images: dict[str, bytes]) -> list[dict]:
+    """Return title, note, figures and tables of the page's middle part."""
+    layout = (
+        ("Acceptance length", "acceptance", ("acceptance_by_epoch", "position_rates"),
+         "* and yellow rows: too few prompts."),
+        ("Losslessness", "lossless", (), ""),
+        ("Latency", "latency", ("latency",),
+         "Medians; p95 and p99 beside them. Speedups above 1 are gains over the bare verifier."),
+        ("Training", "training", ("training_loss",),
+         "val_acc_i: share of held-out tokens guessed right up to position i."),
+    )  # fmt: skip
+    result = []
+    for title, name, figures, note in layout:
+        if rows := tables[name]:
+            full = html_table(rows, ("model", "vllm"), f"all {len(rows)} rows" if name == "acceptance" else "")
+            first = [html_table(pivot(rows))] if name == "acceptance" else []
+            shown = [
+                {"name": f, "caption": CAPTIONS[f], "data": base64.b64encode(images[f]).decode()}
+                for f in figures
+            ]
+            result.append({"title": title, "note": note, "figures": shown, "tables": [*first, full]})
+    return result
+
+
+def main(args) -> None:
+    """Write the figures and `args.out`."""
+    plan, tables = statistics.read_plan(args.plan), read_tables(args.tables)
+    losses = {entry["key"]: read_losses(entry) for entry in plan["training"]}
+    images = save({
+        "acceptance_by_epoch": draw_acceptance(tables), "position_rates": draw_positions(tables),
+        "training_loss": draw_losses(tables, losses), "latency": draw_latency(tables),
+    }, args.figures)  # fmt: skip
+    stages = grouped(plan["index"], itemgetter("stage"))
+    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE)
+    html = page.render(
+        study=plan["study"], headline=headline(tables), run=run_facts(plan, tables),
+        sections=sections(tables, images), bench=plan["bench"], tables=args.tables,
+        figures=args.figures, texts={
+            "verifier", "model", "algorithm", "strategy", "workload", "hardware", "key", "device"},
+        stages=[(stage, len(rows), rows[0]["folder"]) for stage, rows in stages.items()],
+    )  # fmt: skip
+    with store.replacing(args.out) as temporary:
+        temporary.write_text(html, encoding="utf-8")
+    cli.log.info("report: %s", args.out)
+
+
+if __name__ == "__main__":
+    parser = cli.parser(__doc__)
+    parser.add_argument("--plan", type=Path, required=True, help="parts of the study (JSON)")
+    parser.add_argument("--tables", type=Path, required=True, help="folder of the tables")
+    parser.add_argument("--figures", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--out", type=Path, required=True, help="HTML file to write")
+    cli.run(main, parser.parse_args())

@@ -1,0 +1,207 @@
+"""Training: schedule, exact continuation and resumption, refusal of bad numbers."""
+
+import math
+
+import pytest
+import torch
+
+from scripts.lib import draft, training
+from scripts.lib.errors import UserError
+from scripts.lib.training_data import PackedBatches, split
+
+HIDDEN, VOCAB, LAYERS = 32, 96, 4
+SETTINGS = {
+    "algorithm": "eagle3", "layers": [1, 2, 3], "num_layers": 1, "draft_arch": "llama",
+    "draft_vocab_size": 64, "ttt_steps": 2, "ttt_step_loss_decay": 1.0, "loss_fn": "kl_div",
+    "norm_before_residual": True, "norm_before_fc": True, "norm_output": True,
+    "embed_requires_grad": False, "sliding_window": 2048, "optimizer": "muon", "lr": 1e-3,
+    "weight_decay": 0.01, "muon_lr": 2e-3, "muon_momentum": 0.95, "muon_weight_decay": 0.1,
+    "muon_ns_steps": 5, "muon_adjust_lr_fn": "match_rms_adamw", "scheduler": "cosine",
+    "warmup_share": 0.1, "max_grad_norm": 1.0, "total_seq_len": 48,
+    "gradient_accumulation_steps": 1, "mixed_precision": "no", "seed": 3,
+}  # fmt: skip
+RUNTIME = {"device": "cpu", "threads": 2, "checkpoint_every_steps": 2}
+
+
+class RandomStates(torch.utils.data.Dataset):
+    """Rows with random states; what a verifier would give does not matter here."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = []
+        for number in range(count):
+            length = int(torch.randint(8, 30, (1,), generator=generator))
+            ids = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+            self.rows.append({"prompt_id": f"{number:032x}", "input_ids": ids})
+        self.states = [
+            torch.randn(len(r["input_ids"]), LAYERS * HIDDEN, generator=generator).bfloat16()
+            for r in self.rows
+        ]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        length = len(self.rows[index]["input_ids"])
+        return {
+            "hidden_states": self.states[index][:, : 3 * HIDDEN],
+            "input_ids": torch.tensor(self.rows[index]["input_ids"]),
+            "verifier_last_hidden_states": self.states[index][:, 3 * HIDDEN :],
+            "loss_mask": torch.arange(length) >= 4,
+            "lengths": torch.tensor([length]), "position_ids": torch.arange(length),
+        }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory):
+    """A tiny Llama verifier on disk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("verifier")
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make(verifier, total_steps=100, **changes):
+    settings = SETTINGS | changes
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[:64] = True
+    vocab = {"t2d": t2d, "d2t": torch.zeros(64, dtype=torch.long)}
+    built = draft.build(settings, verifier, vocab, "cpu", settings["seed"])
+    batches = PackedBatches(RandomStates(12), settings, HIDDEN, 3, built.preprocess)
+    return training.Trainer(built, settings, total_steps, RUNTIME), batches
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in draft.trainable(trainer.raw_model).values()])
+
+
+def test_schedule_warms_up_and_decays_to_zero():
+    factors = [training.learning_rate_factor(s, 100, 0.1, "cosine") for s in range(101)]
+    assert factors[:10] == [pytest.approx((s + 1) / 10) for s in range(10)]
+    expected = [0.5 * (1 + math.cos(math.pi * (s - 10) / 90)) for s in range(10, 101)]
+    assert factors[10:] == pytest.approx(expected)
+    assert training.learning_rate_factor(55, 100, 0.1, "linear") == pytest.approx(0.5)
+    assert training.learning_rate_factor(99, 100, 0.1, "constant") == 1.0
+
+
+def test_two_epochs_in_one_go_equal_two_single_epochs(verifier, tmp_path):
+    straight, batches = make(verifier)
+    straight.train_epoch(batches, 1)
+    straight.train_epoch(batches, 2)
+
+    first, batches = make(verifier)
+    first.train_epoch(batches, 1)
+    draft.save_state(tmp_path / "state.pt", first.state())
+    second, batches = make(verifier)
+    second.load(draft.load_state(tmp_path / "state.pt"))
+    second.train_epoch(batches, 2)
+
+    assert second.step == straight.step
+    assert torch.equal(weights(second), weights(straight))
+
+
+def test_an_interrupted_epoch_resumes_to_the_same_weights(verifier, tmp_path):
+    straight, batches = make(verifier)
+    expected = straight.train_epoch(batches, 1)
+
+    broken, batches = make(verifier)
+    count = batches.count(1)
+    assert count > 4
+    original, calls = broken._forward, []
+
+    def dies(batch, arguments):
+        calls.append(1)
+        if len(calls) == count - 1:
+            raise KeyboardInterrupt
+        return original(batch, arguments)
+
+    broken._forward = dies
+    with pytest.raises(KeyboardInterrupt):
+        broken.train_epoch(batches, 1, tmp_path)
+    resumed, batches = make(verifier)
+    seen = []
+    plain = resumed._forward
+    resumed._forward = lambda b, a: (seen.append(1), plain(b, a))[1]
+    history = resumed.train_epoch(batches, 1, tmp_path)
+
+    assert 0 < len(seen) < count  # it did not start over
+    assert history == expected
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_training_lowers_the_loss_and_freezes_the_verifier(verifier):
+    trainer, batches = make(verifier)
+    frozen = {
+        n: p.detach().clone()
+        for n, p in trainer.raw_model.named_parameters()
+        if not p.requires_grad
+    }
+    before = trainer.validate(batches)["loss"]
+    for epoch in range(1, 5):
+        trainer.train_epoch(batches, epoch)
+    assert trainer.validate(batches)["loss"] < 0.95 * before
+    for name, parameter in trainer.raw_model.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+
+
+def test_a_loss_that_is_not_finite_is_refused(verifier):
+    trainer, batches = make(verifier)
+    with torch.no_grad():
+        next(iter(draft.trainable(trainer.raw_model).values())).fill_(float("nan"))
+    with pytest.raises(UserError, match=r"loss is nan at step 1.*Lower `lr`"):
+        trainer.train_epoch(batches, 1)
+
+
+def test_a_checkpoint_with_bad_weights_is_never_written(verifier, tmp_path):
+    trainer, _ = make(verifier)
+    with torch.no_grad():
+        next(iter(draft.trainable(trainer.raw_model).values())).fill_(float("inf"))
+    with pytest.raises(UserError, match="not finite"):
+        draft.save_checkpoint(trainer.raw_model, tmp_path / "checkpoint", verifier)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_of_other_settings_is_refused(verifier):
+    trainer, _ = make(verifier)
+    other, _ = make(verifier, num_layers=2)
+    with pytest.raises(UserError, match="other parameters"):
+        draft.restore(trainer.raw_model, other.state()["model"])
+
+
+def test_the_validation_split_depends_on_the_prompt_alone():
+    rows = [{"prompt_id": f"{n:032x}"} for n in range(2000)]
+    train, validation = split(rows, 0.1)
+    again_train, again = split(list(reversed(rows)), 0.1)
+    assert {r["prompt_id"] for r in validation} == {r["prompt_id"] for r in again}
+    assert 140 < len(validation) < 260
+    assert not {r["prompt_id"] for r in train} & {r["prompt_id"] for r in validation}
+    assert {r["prompt_id"] for r in split(rows, 0.2)[1]} > {r["prompt_id"] for r in validation}
+
+
+def test_every_row_is_in_exactly_one_batch_of_an_epoch(verifier):
+    _, batches = make(verifier)
+    for epoch in (1, 2):
+        batches.sampler.set_epoch(epoch)
+        seen = sorted(i for batch in batches.sampler for i in batch.tolist())
+        assert seen == list(range(12))
+    assert batches.count(1) == sum(1 for _ in batches.epoch(1))
+    skipped = [b["input_ids"] for b in batches.epoch(1, skip=2)]
+    whole = [b["input_ids"] for b in batches.epoch(1)]
+    assert all(torch.equal(a, b) for a, b in zip(skipped, whole[2:], strict=True))
+
+
+def test_settings_reach_the_optimizers():
+    model = torch.nn.Module()
+    model.layer = torch.nn.Linear(4, 4)
+    optimizers = training.build_optimizers(model, SETTINGS)
+    found = [g["lr"] for o in optimizers for g in o.param_groups]
+    assert sorted(found) == [1e-3, 2e-3]
+    assert isinstance(optimizers[0], torch.optim.Muon)
+    assert optimizers[0].param_groups[0]["momentum"] == SETTINGS["muon_momentum"]
