@@ -30,13 +30,13 @@ TABLES = ("acceptance", "lossless", "latency", "training")
 GROUP = itemgetter("verifier", "algorithm", "strategy")
 SMOOTH_POINTS = 400
 CAPTIONS = {
-    "acceptance_by_epoch": "Acceptance length against training epoch: thin lines are workloads, the "
-    "black line is their macro mean, its band the 95 % interval over prompts. A speculator that "
-    "never guesses right has 1.",
-    "training_loss": "Training loss by step (grey: every step, blue: mean of neighbouring steps) and "
-    "the loss on held-out conversations after each epoch.",
-    "position_rates": "Share of drafts whose token at a position was accepted, last epoch, macro mean "
-    "over workloads. A token counts only if all tokens before it were accepted, so bars fall.",
+    "acceptance_by_epoch": "Acceptance length against training epoch: thin lines are workloads, "
+    "the black line is their macro mean, its band the 95 % interval over prompts. A speculator "
+    "that never guesses right has 1.",
+    "training_loss": "Training loss by step (grey: every step, blue: mean of neighbouring steps) "
+    "and the loss on held-out conversations after each epoch.",
+    "position_rates": "Share of drafts whose token at a position was accepted, last epoch, macro "
+    "mean over workloads. A token counts only if all tokens before it were accepted.",
     "latency": "Median time between two output tokens with and without the speculator, by number "
     "of requests in flight. Lower is better.",
 }
@@ -44,58 +44,74 @@ CAPTIONS = {
 TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ study }}: speculators</title>
 <style>
-body{font:16px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:70rem;margin:2rem auto;padding:0 1rem}
-h1,h2{line-height:1.2}h2{margin-top:2.5rem;border-bottom:1px solid #d0d7de}
+body{font:16px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:70rem;margin:2rem auto}
+body{padding:0 1rem}h1,h2{line-height:1.2}h2{margin-top:2.5rem;border-bottom:1px solid #d0d7de}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:.5rem 0}
 th,td{padding:.25rem .6rem;border-bottom:1px solid #d8dee4;white-space:nowrap;text-align:right}
 th{background:#f6f8fa}td.text,th.text{text-align:left}tr.summary td{font-weight:600}
 tr.flagged td{background:#fff3cd}figure{margin:1.5rem 0}img{max-width:100%}
 figcaption,.note{color:#57606a;font-size:.9rem}.lead{font-size:1.1rem}dt{font-weight:600}
 </style></head><body>
+{% macro cell(tag, column) %}<{{ tag }}{% if column in texts %} class="text"{% endif %}>
+{%- endmacro %}
 <h1>{{ study }}: what the speculators give</h1>
-{% for sentence in headline %}<p class="lead">{{ sentence }}</p>{% endfor %}
+{% for sentence in headline %}<p class="lead">{{ sentence }}</p>
+{% endfor %}
 <h2>What was run</h2>
-<dl>{% for name, value in run %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>
+<dl>{% for name, value in run %}<dt>{{ name }}</dt><dd>{{ value }}</dd>
+{% endfor %}</dl>
 {% for section in sections %}<h2>{{ section.title }}</h2>
 {% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
-{% for f in section.figures %}<figure><img alt="{{ f.name }}" src="data:image/png;base64,{{ f.data }}">
-<figcaption>{{ f.caption }}</figcaption></figure>{% endfor %}
-{% for table in section.tables %}{% if table.title %}<details><summary>{{ table.title }}</summary>{% endif %}
-<div class="scroll"><table><thead><tr>{% for c in table.columns %}
-<th{% if c in texts %} class="text"{% endif %}>{{ c }}</th>{% endfor %}</tr></thead><tbody>
-{% for row in table.rows %}<tr class="{{ row.style }}">{% for c, cell in row.cells %}
-<td{% if c in texts %} class="text"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table></div>{% if table.title %}</details>{% endif %}{% endfor %}{% endfor %}
+{% for f in section.figures %}
+<figure><img alt="{{ f.name }}" src="data:image/png;base64,{{ f.data }}">
+<figcaption>{{ f.caption }}</figcaption></figure>
+{% endfor %}{% for table in section.tables %}
+<details{% if table.open %} open{% endif %}><summary>{{ table.title }}</summary>
+<div class="scroll"><table>
+<thead><tr>{% for c in table.columns %}{{ cell("th", c) }}{{ c }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in table.rows %}
+<tr class="{{ row.style }}">{% for c, v in row.cells %}{{ cell("td", c) }}{{ v }}</td>
+{%- endfor %}</tr>{% endfor %}
+</tbody></table></div></details>
+{% endfor %}{% endfor %}
 <h2>Definitions</h2><dl>
 <dt>acceptance length</dt><dd>1 + accepted / drafts: tokens that one step of the verifier emits,
 its own (bonus) token included. Between 1 and k + 1.</dd>
 <dt>accepted per draft</dt><dd>accepted / drafts: the same without the bonus token.</dd>
-<dt>acceptance rate</dt><dd>accepted / drafted: the share of drafted tokens that the verifier kept.</dd>
-<dt>position i</dt><dd>The share of drafts whose tokens 1 to i were all accepted. The positions add up
-to accepted per draft.</dd>
-<dt>macro, pooled</dt><dd>macro is the plain mean over workloads; pooled sums all counters, so a workload
-with more drafts weighs more. Counters in a macro row are sums.</dd>
-<dt>interval</dt><dd>95 % bootstrap interval, {{ bench.bootstrap_samples }} resamples of prompts (for macro
-and pooled inside each workload). It covers the choice of prompts, not the seed of a training.</dd>
-<dt>dropped_overlap</dt><dd>Prompts left out since a training pool holds them too: the same prompt, or
-{{ bench.overlap_ngram }} consecutive words in common.</dd>
-<dt>losslessness</dt><dd>Greedy decoding with a speculator must return the verifier's own text. identical
-counts prompts whose token ids are equal to the verifier's without speculator. Rounding differs between
-batch sizes and can turn a near-tie, so the control compares the bare verifier with itself at another
-number of requests in flight.</dd>
-<dt>flagged (yellow)</dt><dd>Fewer than {{ bench.min_prompts }} prompts, for macro in any workload:
-take it as a hint, not as a result.</dd></dl>
+<dt>acceptance rate</dt><dd>accepted / drafted: the share of drafted tokens that were kept.</dd>
+<dt>position i</dt><dd>The share of drafts whose tokens 1 to i were all accepted. The positions
+add up to accepted per draft.</dd>
+<dt>macro, pooled</dt><dd>macro is the plain mean over workloads; pooled sums all counters, so a
+workload with more drafts weighs more. Counters in a macro row are sums.</dd>
+<dt>interval (ci_low, ci_high)</dt><dd>95 % bootstrap interval, {{ bench.bootstrap_samples }}
+resamples of prompts (for macro and pooled inside each workload). It covers the choice of prompts,
+not the seed of a training.</dd>
+<dt>samples</dt><dd>Conversations in one epoch of training.</dd>
+<dt>failed</dt><dd>Requests that the server did not answer; they are in no other number.</dd>
+<dt>dropped_overlap</dt><dd>Prompts left out since a training pool holds them too: the same prompt,
+or {{ bench.overlap_ngram }} consecutive words in common.</dd>
+<dt>losslessness</dt><dd>Greedy decoding with a speculator must return the verifier's own text.
+identical counts prompts whose token ids equal the verifier's without speculator. Rounding differs
+between batch sizes and can turn a near-tie, so the control compares the bare verifier with itself
+at another number of requests in flight.</dd>
+<dt>flagged (yellow, *)</dt><dd>Fewer than {{ bench.min_prompts }} prompts, for macro in any
+workload: a hint, not a result.</dd></dl>
 <h2>Raw data</h2>
-<p>Tables as CSV and parquet are in <code>{{ tables }}</code>, figures in <code>{{ figures }}</code>.
-The index (<code>index</code> in the tables' folder, and results/index.csv) names the folder of every part
-by its key. A part's <code>manifest.json</code> says what it was made from. Counters per request are in
+<p>Tables as CSV and parquet are in <code>{{ tables }}</code>, figures in
+<code>{{ figures }}</code>. The table <code>index</code> names the folder of every part by its key.
+A part's <code>manifest.json</code> says what it was made from. Counters per request are in
 <code>requests.parquet</code>, GuideLLM's reports in <code>guidellm.json</code>, losses per step in
 <code>steps.csv</code>.</p>
-<div class="scroll"><table><thead><tr><th class="text">stage</th><th>parts</th><th class="text">for
-example</th></tr></thead><tbody>{% for stage, count, folder in stages %}<tr><td class="text">{{ stage }}</td>
-<td>{{ count }}</td><td class="text"><code>{{ folder }}</code></td></tr>{% endfor %}</tbody></table></div>
-</body></html>
+<div class="scroll"><table>
+<thead><tr><th class="text">stage</th><th>parts</th><th class="text">for example</th></tr></thead>
+<tbody>{% for stage, count, folder in stages %}
+<tr><td class="text">{{ stage }}</td><td>{{ count }}</td><td class="text">{{ folder }}</td></tr>
+{%- endfor %}
+</tbody></table></div></body></html>
 """
+TEXTS = {
+    "verifier", "model", "algorithm", "strategy", "workload", "hardware", "key", "device",
+}  # fmt: skip
 
 
 def read_tables(folder: Path) -> dict[str, list[dict]]:
@@ -124,9 +140,12 @@ def read_losses(entry: dict) -> list[tuple[int, float]]:
     path = store.data_file(entry["folder"], "steps.csv", manifest)
     try:
         with open(path, newline="") as stream:
-            return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(stream)]
+            rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(stream)]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: no usable columns step and loss ({error}).") from error
+    if not rows:
+        raise UserError(f"{path} has no row. Remove its folder; the next run makes it again.")
+    return rows
 
 
 def grouped(rows: list[dict], by=GROUP) -> dict[tuple, list[dict]]:
@@ -157,7 +176,7 @@ def panels(names: list[tuple], share: bool = True, height: float = 3.6):
         lines, columns, figsize=(max(7.5, 5 * columns), height * lines), squeeze=False,
         sharey=share, layout="constrained",
     )  # fmt: skip
-    for axis in axes.flat[len(names):]:
+    for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     for axis, name in zip(axes.flat, names, strict=False):
         axis.set_title(" / ".join(map(str, name)), fontsize=10)
@@ -193,7 +212,9 @@ def draw_acceptance(tables: dict):
                 if len(own) == 1:  # a band has no width at one epoch
                     axis.vlines(epochs, low, high, color="black", alpha=0.4, linewidth=4)
         axis.set(xlabel="epoch", ylabel="acceptance length")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        epochs = [r["epoch"] for r in rows]
+        axis.set_xlim(min(epochs) - 0.3, max(epochs) + 0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
     return figure
 
@@ -212,10 +233,11 @@ def draw_losses(tables: dict, losses: dict[str, list[tuple[int, float]]]):
             axis.plot(steps, values, color="0.8", linewidth=0.7, label="training, each step")
         axis.plot([steps[c].mean() for c in chunks], [values[c].mean() for c in chunks],
                   color="tab:blue", label="training, mean")  # fmt: skip
-        axis.plot([losses[r["key"]][-1][0] for r in rows], [nan(r["validation_loss"]) for r in rows],
-                  "o-", color="tab:red", label="validation, after each epoch")  # fmt: skip
+        ends = [losses[r["key"]][-1][0] for r in rows]
+        held_out = [nan(r["validation_loss"]) for r in rows]
+        axis.plot(ends, held_out, "o-", color="tab:red", label="validation, after each epoch")
         # The first steps of an untrained draft would flatten all that follows.
-        axis.set_ylim(0, 1.15 * np.nanmax([np.quantile(values, 0.98), *axis.lines[-1].get_ydata()]))
+        axis.set_ylim(0, 1.15 * np.nanmax([np.quantile(values, 0.98), *held_out]))
         axis.set(xlabel="step", ylabel="loss (sum over positions)")
         axis.legend(fontsize=9)
     return figure
@@ -274,9 +296,9 @@ def draw_latency(tables: dict):
 def save(figures: dict, folder: Path) -> dict[str, bytes]:
     """Write each figure as PNG and SVG; return the PNG files' content by name."""
     plt.rcParams["svg.hashsalt"] = "speculators"  # else the ids in an SVG are random
-    result = {}
+    formats, result = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}, {}
     for name, figure in figures.items():
-        for suffix, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+        for suffix, metadata in formats.items():
             path = folder / f"{name}.{suffix}"
             if figure is None:  # a study without latency must not show an old one's
                 path.unlink(missing_ok=True)
@@ -285,7 +307,8 @@ def save(figures: dict, folder: Path) -> dict[str, bytes]:
                 figure.savefig(temporary, format=suffix, dpi=150, metadata=metadata)
             if suffix == "png":
                 result[name] = path.read_bytes()
-        plt.close(figure)
+        if figure is not None:
+            plt.close(figure)
     return result
 
 
@@ -293,20 +316,23 @@ def text(value) -> str:
     """Return a table cell: rounded, with a dash for nothing."""
     if value is None:
         return "\u2013"
-    if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 100 and value != int(value) else f"{value:,.6g}"
-    return str(value)
+    if not isinstance(value, float):
+        return str(value)
+    if value == 0 or abs(value) < 0.01:  # small numbers (learning rates) keep their digits
+        return f"{value:.2g}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
-def html_table(rows: list[dict], hidden=(), title: str = "") -> dict:
-    """Return what the template needs of a table, without its empty and `hidden` columns."""
+def html_table(rows: list[dict], title: str, opened: bool = True) -> dict:
+    """Return what the template needs of a table, less what "What was run" holds."""
+    hidden = ("model", "vllm", "seed")
     columns = [c for c in rows[0] if c not in hidden and any(r[c] is not None for r in rows)]
     shown = []
     for row in rows:
         summary = "summary" if row.get("workload") in (MACRO, POOLED) else ""
         style = f"{summary} {'flagged' if row.get('flagged') else ''}".strip()
         shown.append({"style": style, "cells": [(c, text(row[c])) for c in columns]})
-    return {"columns": columns, "rows": shown, "title": title}
+    return {"columns": columns, "rows": shown, "title": title, "open": opened}
 
 
 def pivot(rows: list[dict]) -> list[dict]:
@@ -325,31 +351,38 @@ def pivot(rows: list[dict]) -> list[dict]:
     return result
 
 
+def gist(row: dict, latency: list[dict], lossless: list[dict], workloads: int) -> str:
+    """Return what a macro row, and the latency and pooled lossless rows beside it, say."""
+    result = (
+        f"On {row['verifier']}, the {row['algorithm']} speculator of strategy {row['strategy']} "
+        f"reaches after epoch {row['epoch']} an acceptance length of "
+        f"{text(row['acceptance_length'])} (macro mean over {workloads} workloads, 95 % interval "
+        f"{text(row['ci_low'])} to {text(row['ci_high'])}, {row['prompts']} prompts, "
+        f"k = {row['k']}{', too few prompts in a workload' if row['flagged'] else ''})."
+    )
+    for r in latency:
+        if r["itl_speedup"] is not None:
+            result += (
+                f" With {r['concurrency']} in flight ({r['workload']}, {r['hardware']}) output "
+                f"tokens come {r['itl_speedup']:.2f} times as fast as without it."
+            )
+    for r in (r for r in lossless if r["compared"]):
+        result += f" {r['identical']} of {r['compared']} greedy outputs equal the verifier's own."
+        if r["control_compared"]:
+            result += (
+                f" The verifier alone, at two batch sizes, agrees with itself in "
+                f"{r['control_identical']} of {r['control_compared']}."
+            )
+    return result
+
+
 def headline(tables: dict) -> list[str]:
-    """Return one sentence per verifier, algorithm and strategy on its last epoch."""
+    """Return one paragraph per verifier, algorithm and strategy on its last epoch."""
     result, key = [], itemgetter("verifier", "algorithm", "strategy", "epoch")
     for row in last_macro(tables).values():
-        same = [r for r in tables["lossless"] if key(r) == key(row) and r["workload"] == POOLED]
-        count = sum(key(r) == key(row) for r in tables["acceptance"]) - 2
-        sentence = (
-            f"On {row['verifier']}, the {row['algorithm']} speculator of strategy {row['strategy']} "
-            f"reaches after epoch {row['epoch']} an acceptance length of "
-            f"{text(row['acceptance_length'])} (macro mean over {count} workloads, 95 % interval "
-            f"{text(row['ci_low'])} to {text(row['ci_high'])}, {row['prompts']} prompts, k = {row['k']})."
-        )
-        for r in tables["latency"]:
-            if key(r) == key(row) and r["itl_speedup"] is not None:
-                sentence += (
-                    f" With {r['concurrency']} in flight ({r['workload']}, {r['hardware']}) output "
-                    f"tokens come {r['itl_speedup']:.2f} times as fast as without it."
-                )
-        for r in same:
-            sentence += (
-                f" {r['identical']} of {r['compared']} greedy outputs equal the verifier's own; the "
-                f"verifier alone at two batch sizes agrees in {r['control_identical']} of "
-                f"{r['control_compared']}."
-            )
-        result.append(sentence)
+        own = {name: [r for r in rows if key(r) == key(row)] for name, rows in tables.items()}
+        pooled = [r for r in own["lossless"] if r["workload"] == POOLED]
+        result.append(gist(row, own["latency"], pooled, len(own["acceptance"]) - 2))
     return result or ["No speculator was measured in this study."]
 
 
@@ -366,7 +399,8 @@ def run_facts(plan: dict, tables: dict) -> list[tuple[str, str]]:
         ("study", plan["study"]), ("verifier", listed(entries, "verifier")),
         ("model", listed(entries, "model")), ("algorithm", listed(drafting, "algorithm")),
         ("strategy", listed(drafting, "strategy")), ("epochs", listed(drafting, "epoch")),
-        ("k (tokens per draft)", listed(drafting, "k")), ("temperature", listed(entries, "temperature")),
+        ("k (tokens per draft)", listed(drafting, "k")),
+        ("temperature", listed(entries, "temperature")),
         ("seed", str(plan["seed"])),
         ("planned length of the schedule (epochs)", listed(tables["training"], "schedule_epochs")),
         ("versions", ", ".join(f"{n} {'/'.join(sorted(v))}" for n, v in sorted(found.items()))),
@@ -387,13 +421,14 @@ def sections(tables: dict, images: dict[str, bytes]) -> list[dict]:
     result = []
     for title, name, figures, note in layout:
         if rows := tables[name]:
-            full = html_table(rows, ("model", "vllm"), f"all {len(rows)} rows" if name == "acceptance" else "")
-            first = [html_table(pivot(rows))] if name == "acceptance" else []
-            shown = [
+            shown = [html_table(rows, f"all {len(rows)} rows", name != "acceptance")]
+            if name == "acceptance":
+                shown.insert(0, html_table(pivot(rows), "acceptance length by workload"))
+            drawn = [
                 {"name": f, "caption": CAPTIONS[f], "data": base64.b64encode(images[f]).decode()}
                 for f in figures
             ]
-            result.append({"title": title, "note": note, "figures": shown, "tables": [*first, full]})
+            result.append({"title": title, "note": note, "figures": drawn, "tables": shown})
     return result
 
 
@@ -406,12 +441,11 @@ def main(args) -> None:
         "training_loss": draw_losses(tables, losses), "latency": draw_latency(tables),
     }, args.figures)  # fmt: skip
     stages = grouped(plan["index"], itemgetter("stage"))
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE)
-    html = page.render(
+    pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    html = pages.from_string(TEMPLATE).render(
         study=plan["study"], headline=headline(tables), run=run_facts(plan, tables),
         sections=sections(tables, images), bench=plan["bench"], tables=args.tables,
-        figures=args.figures, texts={
-            "verifier", "model", "algorithm", "strategy", "workload", "hardware", "key", "device"},
+        figures=args.figures, texts=TEXTS,
         stages=[(stage, len(rows), rows[0]["folder"]) for stage, rows in stages.items()],
     )  # fmt: skip
     with store.replacing(args.out) as temporary:

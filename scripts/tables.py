@@ -303,9 +303,14 @@ def overview(made: dict[str, list[dict]], min_prompts: int) -> list[str]:
     for verifier in dict.fromkeys(r["verifier"] for r in pooled):
         own = [r for r in pooled if r["verifier"] == verifier]
         same, compared = (sum(r[c] for r in own) for c in ("identical", "compared"))
+        if not compared:
+            why = "this needs temperature 0 and the bare verifier's outputs"
+            lines.append(f"losslessness, {verifier}: nothing compared ({why})")
+            continue
+        control = f"{own[0]['control_identical']} of {own[0]['control_compared']}"
         lines.append(
             f"losslessness, {verifier}: {same} of {compared} greedy outputs identical; control of "
-            f"two batch sizes: {own[0]['control_identical']} of {own[0]['control_compared']}"
+            f"two batch sizes: {control if own[0]['control_compared'] else 'not measured'}"
         )
     return lines
 

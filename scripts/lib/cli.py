@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from scripts.lib.errors import UserError
 
 log = logging.getLogger("workflow")
 
+_NO_SPACE = 8 * 2**20  # bytes; too little for any of our files
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -64,7 +66,25 @@ def _set_up_logging(log_file: Path | None) -> None:
 
 
 def _raise_interrupt(signum, frame):
+    # One interruption is enough: a second one must not cut the clean-up short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def _is_full_disk(error: Exception, args: argparse.Namespace) -> bool:
+    """Return whether an error came from a full disk.
+
+    Libraries wrap the error number (torch.save, safetensors), so the free space of
+    the output's disk is asked as well.
+    """
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if "No space left on device" in str(error):
+        return True
+    target = getattr(args, "out", None) or getattr(args, "batch", None)
+    folder = next((p for p in Path(target or ".").absolute().parents if p.exists()), Path())
+    return shutil.disk_usage(folder).free < _NO_SPACE
 
 
 def run(main, args: argparse.Namespace) -> None:
@@ -74,6 +94,7 @@ def run(main, args: argparse.Namespace) -> None:
     and `finally` blocks stop servers and release claims on every way out.
     """
     _set_up_logging(args.log)
+    signal.signal(signal.SIGINT, _raise_interrupt)
     signal.signal(signal.SIGTERM, _raise_interrupt)
     where = f" (details: {args.log})" if args.log else ""
     try:
@@ -85,22 +106,18 @@ def run(main, args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         log.error("interrupted: finished parts are kept, the next run goes on from there")
         status = EXIT_INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            traceback.print_exc()
-            log.error("error: %s%s", error, where)
-            status = EXIT_ERROR
-        else:
-            log.error(
-                "error: disk full while writing %s. Free space or move `store`, then "
-                "run again: finished parts are kept.",
-                error.filename or "results",
-            )
-            status = EXIT_USER_ERROR
     except Exception as error:  # the last resort: still one line on the terminal
         traceback.print_exc()
-        log.error("error: %s: %s%s", type(error).__name__, error, where)
-        status = EXIT_ERROR
+        if _is_full_disk(error, args):
+            log.error(
+                "error: disk full while writing %s. Free space or move `store`, then run "
+                "again: finished parts are kept.",
+                getattr(error, "filename", None) or "results",
+            )
+            status = EXIT_USER_ERROR
+        else:
+            log.error("error: %s: %s%s", type(error).__name__, error, where)
+            status = EXIT_ERROR
     sys.stdout.flush()
     sys.stderr.flush()
     # Engines leave non-daemon threads behind that would keep a failed job alive.

@@ -9,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ def counters(rows: list[dict], k: int) -> np.ndarray:
         if (
             len(positions) != k or sum(positions) != accepted
             or not accepted <= drafted <= k * drafts
-            or any(b > a for a, b in zip(steps, steps[1:], strict=False))
+            or any(b > a for a, b in pairwise(steps))
         ):  # fmt: skip
             raise UserError(
                 f"prompt {row['prompt_id']}: {drafts} drafts, {drafted} drafted, {accepted} "

@@ -1,0 +1,237 @@
+"""The whole workflow on the real engines, a few prompts, one store for all tests."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+import yaml
+
+from scripts.lib.config import check
+from scripts.lib.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[1]
+SNAKEMAKE = [sys.executable, "-m", "snakemake", "--quiet", "rules", "progress", "host"]
+
+
+def study(clone: Path) -> dict:
+    """The demo cut down: 40 prompts in two shards, one workload of 8, two epochs."""
+    config = yaml.safe_load((clone / "config/config.yaml").read_text())
+    config["teachers"]["smollm2-135m"]["max_tokens"] = 32
+    config["pools"]["demo"]["shard_size"] = 20
+    config["strategies"]["self"]["pools"] = {"demo": 40}
+    config["validation"] = {"share": 0.15}
+    config["workloads"]["qa"]["prompts"] = 8
+    config["study"] |= {"epochs": 1, "workloads": ["qa"], "name": "small"}
+    config["benchmark"] |= {"max_tokens": 24, "min_prompts": 4, "control_concurrency": 4}
+    config["benchmark"]["latency"] = {
+        "workloads": ["qa"], "concurrencies": [2], "requests_per_stream": 2, "max_tokens": 16}  # fmt: skip
+    config["runtime"] = {"checkpoint_every_steps": 3}
+    return config
+
+
+def run(clone: Path, *arguments: str, ok: bool = True) -> str:
+    """Run Snakemake in the clone; return its output."""
+    result = subprocess.run(
+        [*SNAKEMAKE, *arguments], cwd=clone, capture_output=True, text=True, timeout=1200
+    )
+    output = result.stdout + result.stderr
+    assert (result.returncode == 0) == ok, output[-5000:]
+    return output
+
+
+def planned(clone: Path) -> str:
+    """Return what a dry run of `all` says."""
+    return subprocess.run(
+        [*SNAKEMAKE[:3], "-n", "all"], cwd=clone, capture_output=True, text=True, timeout=120
+    ).stdout
+
+
+def engines_in(folder: Path) -> list[str]:
+    """Return the command lines of processes that work in or on `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if str(folder) in line or "VLLM::" in line:
+            found.append(line[:200])
+    return found
+
+
+def write(clone: Path, config: dict) -> None:
+    (clone / "config/config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clone of the project with a small study as its configuration."""
+    folder = tmp_path_factory.mktemp("end-to-end") / "clone"
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split("\n")
+    for name in filter(None, files):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    write(folder, study(folder))
+    return folder
+
+
+def interrupt_when(clone: Path, target: str, ready, number=signal.SIGINT) -> str:
+    """Start a run, send a signal to Snakemake's process group once `ready()`; return output."""
+    process = subprocess.Popen(
+        [*SNAKEMAKE, target], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not ready():
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert time.monotonic() < deadline, "never got that far"
+        time.sleep(0.2)
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    return output
+
+
+def test_an_interrupted_generation_keeps_its_answers_and_goes_on(clone):
+    # Tests of this file run in order on one store.
+    responses = Plan(check(study(clone))).responses("smollm2-135m", "demo", 0)
+    work = clone / responses.folder / "work"
+    first = clone / "config/first.txt"
+
+    def some_answers():
+        return any(work.glob("part-*.parquet"))
+
+    script = clone / "scripts/responses.py"
+    plain = script.read_text()
+    script.write_text(plain.replace("FLUSH_ROWS = 64", "FLUSH_ROWS = 2"))
+    interrupt_when(clone, "responses", some_answers)
+    script.write_text(plain)
+    assert not (clone / responses.manifest).exists()
+    assert not list(clone.rglob("claim.json"))
+    assert not engines_in(clone)
+    kept = sorted(p.name for p in work.glob("part-*.parquet"))
+    assert kept
+    first.write_text("\n".join(kept))
+
+    run(clone, "responses")
+    log = (clone / f"results/logs/responses/{responses.name}/{responses.key}.log").read_text()
+    assert "resuming:" in log
+    manifest = json.loads((clone / responses.manifest).read_text())
+    assert sum(manifest["counts"].values()) == manifest["facts"]["rows"] == 20
+
+
+def test_the_study_runs_to_tables_and_report(clone):
+    run(clone, "all")
+    table = pd.read_csv(clone / "results/tables/acceptance.csv")
+    row = table[(table.workload == "qa") & (table.epoch == 1)].iloc[0]
+    assert row.prompts + row.dropped_overlap == 8
+    assert row.drafted == 3 * row.drafts
+    assert row.acceptance_length == pytest.approx(1 + row.accepted / row.drafts)
+    rates = row[["position_1", "position_2", "position_3"]].astype(float)
+    assert rates.sum() == pytest.approx(row.acceptance_length - 1)
+    assert 1.0 <= row.ci_low <= row.acceptance_length <= row.ci_high <= 4.0
+    lossless = pd.read_csv(clone / "results/tables/lossless.csv")
+    pooled = lossless[lossless.workload == "pooled"].iloc[0]
+    # Greedy text may differ by numeric near-ties, not by more.
+    assert pooled.identical_share >= 0.7
+    latency = pd.read_csv(clone / "results/tables/latency.csv")
+    assert set(latency.failed) == {0} and (latency.itl_ms > 0).all()
+    assert (clone / "results/report.html").stat().st_size > 10_000
+    assert (clone / "results/current/speculators/smollm2-135m/eagle3/self/epoch-1").is_symlink()
+    assert not list((clone / "results/store").rglob("claim.json"))
+    assert not engines_in(clone)
+
+
+def test_hidden_states_agree_with_transformers(clone):
+    errors = [
+        json.loads(path.read_text())["facts"]["relative_error"]
+        for path in (clone / "results/store/hidden_states").rglob("layer-*/*/manifest.json")
+    ]
+    assert len(errors) == 8  # 4 layers of 2 shards
+    assert all(0 < error < 0.04 for error in errors)
+
+
+def test_a_second_run_plans_nothing(clone):
+    assert "Nothing to be done" in planned(clone) + run(clone, "-n", "all")
+
+
+def test_a_changed_plot_plans_no_compute(clone):
+    script = clone / "scripts/report.py"
+    plain = script.read_text()
+    script.write_text(plain + "\n# a comment\n")
+    plan = planned(clone)
+    assert "make_report" in plan
+    for rule in ("generate_", "train_", "benchmark_", "extract_", "make_tables"):
+        assert rule not in plan, plan
+    script.write_text(plain)
+
+
+def test_training_survives_a_kill_and_an_added_epoch_trains_one(clone):
+    config = study(clone)
+    config["study"]["epochs"] = 2
+    write(clone, config)
+    plan = Plan(check(config))
+    node = plan.speculator("smollm2-135m", "eagle3", "self", 2)
+    step = clone / node.folder / "work/step.pt"
+    before = {
+        p: p.stat().st_mtime_ns for p in (clone / "results/store").rglob("manifest.json")
+    }
+    interrupt_when(clone, "speculators", step.exists, signal.SIGTERM)
+    assert not (clone / node.manifest).exists()
+    assert not engines_in(clone)
+
+    run(clone, "all")
+    log = (clone / f"results/logs/speculators/{node.name}/{node.key}.log").read_text()
+    assert "resuming epoch 2 at batch" in log
+    after = {p: p.stat().st_mtime_ns for p in (clone / "results/store").rglob("manifest.json")}
+    assert {p: after[p] for p in before} == before  # nothing finished was made again
+    table = pd.read_csv(clone / "results/tables/acceptance.csv")
+    assert sorted(table[table.workload == "qa"].epoch) == [1, 2]
+
+
+def test_a_server_that_dies_is_named_and_nothing_is_left(clone):
+    config = study(clone)
+    config["study"]["epochs"] = 2
+    config["benchmark"]["max_tokens"] = 20  # new keys, so that a server is due
+    write(clone, config)
+
+    def kill_the_server():
+        for process in psutil.process_iter():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if "VLLM::EngineCore" in line:
+                process.kill()
+                return True
+        return False
+
+    process = subprocess.Popen(
+        [*SNAKEMAKE, "benchmarks"], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not kill_the_server():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    # Every later server is killed as well: the run must end by itself.
+    while process.poll() is None:
+        kill_the_server()
+        assert time.monotonic() < deadline + 200, "hangs"
+        time.sleep(0.2)
+    output = process.stdout.read()
+    assert process.returncode != 0
+    assert "the vLLM server ended with status" in output
+    assert not engines_in(clone)
+    assert not list((clone / "results/store").rglob("claim.json"))
