@@ -64,6 +64,8 @@ if ! "$python" -c 'import venv, ensurepip' 2> /dev/null; then
     die "$python has no venv module; on Debian and Ubuntu: apt-get install python3.11-venv"
 fi
 
+if ! command -v flock > /dev/null; then die "the command flock is missing (package util-linux)"; fi
+
 # --- one installation at a time; the lock file is removed at the end
 
 mkdir -p -- "$venv" || die "cannot make the folder $venv"
@@ -127,12 +129,12 @@ pip_install() {
 export PIP_USER=0
 unset PYTHONPATH PYTHONHOME
 SECONDS=0
-count=$(grep -c == "$pins")
+count=$(grep -c '^[^#].*==' "$pins")
 rm -f -- "$venv"/.installed-*
 
 if [ -e "$unfinished" ] || [ "$(version_of "$bin/python")" != 3.11 ] \
     || ! "$bin/python" -m pip --version > /dev/null 2>&1; then
-    say "Installing the Python environment into $shown (once; 3 to 4 minutes, 4 GB on disk)"
+    say "Installing the Python environment into $shown (once; 3 to 5 minutes, 4 GB on disk)"
     say "  1/4 make an empty environment ($("$python" -V)): about 10 s"
     : >> "$unfinished"
     find "$venv/" -mindepth 1 ! -name .installing -delete
@@ -140,7 +142,7 @@ if [ -e "$unfinished" ] || [ "$(version_of "$bin/python")" != 3.11 ] \
     "$python" -m venv "$venv" >> "$log" 2>&1 || failed "make an empty environment"
     rm -f -- "$unfinished"
 else
-    say "Bringing the Python environment in $shown up to date (up to 4 minutes)"
+    say "Bringing the Python environment in $shown up to date (20 s to 5 minutes)"
     say "  1/4 the environment itself is there"
     : > "$log"
 fi
@@ -151,7 +153,7 @@ if ! pip_install "$torch"; then
     pip_install --index-url "$torch_index" "$torch" || failed "install $torch"
 fi
 
-say "  3/4 install the other $count packages: 2 to 3 minutes"
+say "  3/4 install the other $count packages: 2 to 3 minutes, more on a busy machine"
 pip_install -r "$pins" || failed "install the packages of envs/cpu.txt"
 
 say "  4/4 check it: import the main packages, about 20 s"
@@ -178,7 +180,7 @@ for name in ["torch", "transformers", "vllm", "speculators", "hs_connectors", "s
 for name in ["guidellm", "snakemake"]:
     if not os.access(os.path.join(bin_dir, name), os.X_OK):
         wrong.append(f"the command {name} is missing")
-sys.exit("\n".join(wrong))
+sys.exit("\n".join(wrong) or 0)
 PY
 then
     : >> "$unfinished" # something is damaged: the next call starts anew

@@ -31,14 +31,12 @@ rule make_tables:
         [n.manifest for n in PLAN.nodes("speculators")],
         plan="results/tables/plan.json",
     output:
-        multiext(
-            "results/tables/acceptance",
-            ".csv",
-            ".parquet",
-        ),
+        multiext("results/tables/acceptance", ".csv", ".parquet"),
         multiext("results/tables/lossless", ".csv", ".parquet"),
         multiext("results/tables/latency", ".csv", ".parquet"),
         multiext("results/tables/training", ".csv", ".parquet"),
+        "results/tables/index.parquet",
+        "results/tables/summary.txt",
         "results/index.csv",
     params:
         code=code(SCRIPTS / "tables.py", LIB / "statistics.py"),
@@ -56,7 +54,7 @@ rule make_report:
     output:
         "results/report.html",
     params:
-        code=code(SCRIPTS / "report.py"),
+        code=code(SCRIPTS / "report.py", LIB / "statistics.py"),
     log:
         "results/logs/report.log",
     shell:

@@ -335,8 +335,10 @@ def main(args) -> None:
     for name, columns in table_columns(plan, training).items():
         target = args.index if name == "index" else args.out / f"{name}.csv"
         write(made[name], columns, target, args.out / f"{name}.parquet")
-    for line in overview(made, plan["bench"]["min_prompts"]):
-        cli.log.info("%s", line)
+    text = "\n".join(overview(made, plan["bench"]["min_prompts"])) + "\n"
+    with store.replacing(args.out / "summary.txt") as temporary:
+        temporary.write_text(text)
+    cli.log.info("tables: %d rows in %s", sum(map(len, made.values())), args.out)
 
 
 if __name__ == "__main__":
