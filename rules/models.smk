@@ -7,8 +7,15 @@ rule prepare_model:
         part("models"),
     params:
         settings=of("models", lambda n: n.settings_json),
-        path=of("models", lambda n: n.local["path"]),
-        template=of("models", lambda n: n.local["chat_template"]),
+        optional=of(
+            "models",
+            lambda n: [
+                word
+                for flag, key in (("--path", "path"), ("--chat-template", "chat_template"))
+                if n.local[key]
+                for word in (flag, n.local[key])
+            ],
+        ),
         out=of("models", lambda n: n.folder),
     log:
         log_of("models"),
@@ -17,5 +24,5 @@ rule prepare_model:
         mem_mb=lambda wildcards, attempt: 8000 * attempt,
         runtime=lambda wildcards, attempt: 60 * attempt,
     shell:
-        "{PYTHON} {SCRIPTS}/models.py --settings {params.settings:q} --path {params.path:q}"
-        " --chat-template {params.template:q} --out {params.out:q} --log {log:q}"
+        "{PYTHON} {SCRIPTS}/models.py --settings {params.settings:q} {params.optional:q}"
+        " --out {params.out:q} --log {log:q}"

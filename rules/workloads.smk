@@ -16,4 +16,4 @@ rule draw_workload:
         runtime=lambda wildcards, attempt: 30 * attempt,
     shell:
         "{PYTHON} {SCRIPTS}/prompts.py --stage workloads --source {params.source:q}"
-        " --settings {params.settings:q} --out {params.out:q} --log {log:q}"
+        " --settings {params.settings:q} --max-lost-share {LOST} --out {params.out:q} --log {log:q}"

@@ -8,6 +8,7 @@ Interrupt it at any time; the next call goes on from there.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -61,7 +62,9 @@ def main() -> int:
         try:
             status = process.wait()
         except KeyboardInterrupt:
-            # Snakemake got the same Ctrl-C and stops its jobs.
+            # A Ctrl-C in a terminal reaches Snakemake and its jobs as well; a signal sent
+            # to this process alone has to be passed on.
+            process.send_signal(signal.SIGINT)
             status = process.wait() or 130
         if status:
             print(

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from snakemake.utils import update_config
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, store
@@ -20,12 +21,23 @@ from scripts.lib.config import check
 from scripts.lib.plan import Plan
 
 
+DEFAULT = Path(__file__).resolve().parents[1] / "config" / "config.yaml"
+
+
+def merged(default: Path, study: Path) -> dict:
+    """Lay a study file over the default configuration, as Snakemake's --configfile does."""
+    config = yaml.safe_load(default.read_text())
+    if study.resolve() != default:
+        update_config(config, yaml.safe_load(study.read_text()))
+    return config
+
+
 def unused(root: Path, used: set[str]) -> list[tuple[Path, int]]:
     """Return (folder, bytes) of part folders below `root` that are not in `used`."""
     result = []
     for folder in sorted(p for p in root.rglob("*") if p.is_dir() and store.looks_like_key(p.name)):
         holds_batches = any(folder.glob("batch-*"))
-        if str(folder) in used or holds_batches or (folder / store.CLAIM).exists():
+        if str(folder.resolve()) in used or holds_batches or (folder / store.CLAIM).exists():
             continue
         size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
         result.append((folder, size))
@@ -37,12 +49,12 @@ def main(args) -> None:
     used: set[str] = set()
     stores = set()
     for path in args.configfile:
-        plan = Plan(check(yaml.safe_load(path.read_text())))
-        used |= {row["folder"] for row in plan.labels()["index"]}
-        stores.add(plan.store)
+        plan = Plan(check(merged(DEFAULT, path)))
+        used |= {str(Path(row["folder"]).resolve()) for row in plan.labels()["index"]}
+        stores.add(Path(plan.store).resolve())
     total = 0
     for root in sorted(stores):
-        for folder, size in unused(Path(root), used):
+        for folder, size in unused(root, used):
             total += size
             cli.log.info("%8.1f MB  %s", size / 2**20, folder)
             if args.remove:
@@ -53,7 +65,7 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument(
-        "--configfile", type=Path, nargs="+", default=[Path("config/config.yaml")],
+        "--configfile", type=Path, nargs="+", default=[DEFAULT],
         help="configurations whose parts are kept",
     )  # fmt: skip
     parser.add_argument("--remove", action="store_true", help="remove what is listed")

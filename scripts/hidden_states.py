@@ -76,6 +76,8 @@ def extract(rows, writers, layer_ids, model_dir, hidden, runtime, work: Path) ->
     if len(todo) < len(rows):
         cli.log.info("resuming: %d of %d rows are there", len(rows) - len(todo), len(rows))
     longest = max(len(rows[i]["input_ids"]) for i in todo)
+    # The last layer has two names: its number, and -1.
+    asked = sorted(set(layer_ids))
     connector = {"kv_role": "kv_producer", "kv_connector": "ExampleHiddenStatesConnector"}
     if runtime["device"] == "cpu":
         connector["kv_connector"] = "CpuHiddenStatesConnector"
@@ -85,7 +87,7 @@ def extract(rows, writers, layer_ids, model_dir, hidden, runtime, work: Path) ->
         model_dir, runtime, max_model_len=longest + 8, kv_transfer_config=connector,
         speculative_config={
             "method": "extract_hidden_states", "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": asked}},
         },
     )  # fmt: skip
 
@@ -107,8 +109,8 @@ def extract(rows, writers, layer_ids, model_dir, hidden, runtime, work: Path) ->
                 continue
             if data["token_ids"].tolist() != rows[row]["input_ids"]:
                 raise UserError(f"row {row}: the engine returned states of other tokens.")
-            for position, writer in enumerate(writers):
-                writer.write(row, data["hidden_states"][:, position, :hidden])
+            for layer, writer in zip(layer_ids, writers, strict=True):
+                writer.write(row, data["hidden_states"][:, asked.index(layer), :hidden])
             del arriving[row]
             progress.add(len(rows[row]["input_ids"]))
             if waiting:

@@ -121,6 +121,8 @@ def main(args) -> None:
     """Make the part `args.out`."""
     settings = args.settings
     with store.Part(args.out, "models", settings, {}) as part:
+        if part.finished:
+            return
         template = Path(args.chat_template).read_text() if args.chat_template else ""
         if settings["source"] == "package":
             folder = part.folder / "model"

@@ -41,12 +41,16 @@ def select(rows: list[dict], settings: dict, stage: str, source: str) -> list[di
 def main(args) -> None:
     """Make the part `args.out`."""
     with store.Part(args.out, args.stage, args.settings, {}) as part:
+        if part.finished:
+            return
         pins = [pin_file(path) for path in args.source]
         if pins != args.settings["pins"]:
             raise UserError(
                 f"{', '.join(map(str, args.source))} changed while the workflow ran. Run again."
             )
         rows, lost = prompts.load(args.source, args.settings["seed"])
+        bad = {k: v for k, v in lost.items() if k != "duplicate"}
+        store.check_ceiling("prompts", bad, len(rows) + sum(bad.values()), args.max_lost_share)
         chosen = select(rows, args.settings, args.stage, ", ".join(map(str, args.source)))
         name = "prompts.parquet"
         tables.write(part.folder / name, chosen, tables.PROMPTS, part.metadata())
@@ -63,5 +67,6 @@ if __name__ == "__main__":
     parser.add_argument("--stage", choices=["prompts", "workloads"], required=True)
     parser.add_argument("--source", type=Path, nargs="+", required=True, help="JSONL or parquet files")
     parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
+    parser.add_argument("--max-lost-share", type=float, default=0.02)
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

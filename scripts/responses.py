@@ -141,6 +141,8 @@ def main(args) -> None:
     """Make the part `args.out`."""
     inputs = {"model": args.model, "prompts": args.prompts}
     with store.Part(args.out, "responses", args.settings, inputs) as part:
+        if part.finished:
+            return
         model_dir, template, _ = engine.open_model(args.model)
         rows = tables.read(args.prompts, "prompts.parquet", "prompts", tables.PROMPTS)
         answers = generate(rows, args.settings, template, model_dir, args.runtime, part)

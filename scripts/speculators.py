@@ -30,7 +30,7 @@ def load_splits(args, layers: int):
     result = {"train": StoredStates(training, states), "validation": StoredStates(validation, states)}
     if args.own_tokens:
         own_states = open_states(args.own_tokens, args.states[count:], layers)
-        _, own = split(samples.read_tokens(args.own_tokens, wanted), share)
+        _, own = split(samples.read_tokens(args.own_tokens, settings["own_samples"]), share)
         result["own"] = StoredStates(own, own_states)
     return result
 
@@ -104,6 +104,8 @@ def main(args) -> None:
         if getattr(args, role):
             inputs[role] = getattr(args, role)
     with store.Part(args.out, "speculators", args.settings, inputs, args.extra_inputs) as part:
+        if part.finished:
+            return
         result = train(args, part)
         part.finish(
             ["checkpoint", "state.pt", "steps.csv", "training.json"], counts={"ok": result["rows"]},

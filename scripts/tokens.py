@@ -47,6 +47,8 @@ def main(args) -> None:
     """Make the part `args.out`."""
     inputs = {"model": args.model, "responses": args.responses}
     with store.Part(args.out, "tokens", args.settings, inputs) as part:
+        if part.finished:
+            return
         from transformers import AutoTokenizer
 
         model_dir, template, facts = engine.open_model(args.model)

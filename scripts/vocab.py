@@ -26,6 +26,8 @@ def main(args) -> None:
     """Make the part `args.out`."""
     inputs = {"model": args.model, "tokens": args.tokens}
     with store.Part(args.out, "vocab", args.settings, inputs) as part:
+        if part.finished:
+            return
         from safetensors.torch import save_file
         from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 

@@ -116,6 +116,24 @@ def check(config: dict) -> dict:
                 f"schedule_epochs is {horizon}. Raise schedule_epochs (it trains that "
                 "strategy anew, as the learning rate schedule depends on it)."
             )
+    for name in study["algorithms"]:
+        room = config["algorithms"][name]["total_seq_len"]
+        if config["tokens"]["max_length"] > room:
+            raise UserError(
+                f"configuration: tokens.max_length is {config['tokens']['max_length']}, but "
+                f"algorithms.{name}.total_seq_len is {room}: longer rows fit no batch. Lower "
+                "max_length or raise total_seq_len."
+            )
+    seen_pools: dict[str, str] = {}
+    for name, pool in pools.items():
+        same = seen_pools.setdefault(repr((pool["path"], pool["shard_size"])), name)
+        if same != name:
+            raise UserError(f"configuration: pools.{name} equals pools.{same}. Keep one of them.")
+    if late := [e for e in latency["epochs"] if e > study["epochs"]]:
+        raise UserError(
+            f"configuration: benchmark.latency.epochs names {late}, but study.epochs is "
+            f"{study['epochs']}."
+        )
     bench = config["benchmark"]
     if bench["temperature"] > 0 and config["runtime"]["device"] == "cpu":
         raise UserError(

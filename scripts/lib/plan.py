@@ -180,10 +180,10 @@ class Plan:
             return self._memo["model", name]
         entry = self.config["models"][name]
         template = entry["chat_template"]
-        settings = {"source": entry["source"], "dtype": entry["dtype"]}
+        settings = {"source": entry["source"]}
         local = {"path": "", "chat_template": template}
         if entry["source"] == "package":
-            settings |= {k: entry[k] for k in ("package", "version", "file")}
+            settings |= {k: entry[k] for k in ("package", "version", "file", "dtype")}
         else:
             path = self.root / entry["path"]
             settings["pin"], local["path"] = pin_tree(path), str(path)
@@ -282,8 +282,7 @@ class Plan:
     def vocab(self, verifier: str, size: int) -> Node:
         """The verifier's named draft vocabulary, the same for all strategies."""
         spec = self.config["vocabulary"]
-        first = self.config["strategies"][self.config["study"]["strategies"][0]]
-        pools = spec["pools"] or first["pools"]
+        pools = spec["pools"]
         shards = self.token_shards(verifier, spec["teacher"], pools)
         settings = {"size": size, "samples": dict(sorted(pools.items()))}
         return self._node(
@@ -300,10 +299,14 @@ class Plan:
             return self._memo[memo]
         recipe, spec = self.config["algorithms"][algorithm], self.config["strategies"][strategy]
         shards = self.token_shards(verifier, spec["teacher"], spec["pools"])
-        own = self.token_shards(verifier, "self", spec["pools"])
         parents = {"model": self.model(verifier), "tokens": shards}
-        if own != shards:
-            parents["own_tokens"] = own
+        settings = {"samples": dict(sorted(spec["pools"].items()))}
+        own_teacher = self.teacher_name("self", verifier)
+        if self.teacher_name(spec["teacher"], verifier) != own_teacher:
+            # Accuracies of strategies compare on the verifier's own answers only.
+            few = {p: min(n, self.config["validation"]["own_samples"]) for p, n in spec["pools"].items()}
+            parents["own_tokens"] = self.token_shards(verifier, own_teacher, few)
+            settings["own_samples"] = dict(sorted(few.items()))
         start = spec.get("start")
         if epoch > 1:
             parents["previous"] = self.speculator(verifier, algorithm, strategy, epoch - 1)
@@ -314,9 +317,9 @@ class Plan:
         parents["vocab"] = (
             origin.parents["vocab"] if origin else self.vocab(verifier, recipe["draft_vocab_size"])
         )
-        settings = {
+        settings |= {
             **recipe, "epoch": epoch, "schedule_epochs": spec["schedule_epochs"],
-            "seed": self.config["seed"], "samples": dict(sorted(spec["pools"].items())),
+            "seed": self.config["seed"],
             "validation_share": self.config["validation"]["share"],
         }  # fmt: skip
         extra = {
@@ -426,8 +429,9 @@ class Plan:
             self._memo["targets",] = [
                 n for v, c in self.servers() for n in self.benchmark_parts(v, c)
             ]
-            for verifier, checkpoint in self.checkpoints():
-                self.training_states(self.speculator(verifier, *checkpoint))
+            # Starts of strategies are trained too, though not benchmarked.
+            for node in [n for (s, _), n in self._nodes.items() if s == "speculators"]:
+                self.training_states(node)
         return self._memo["targets",]
 
     def labels(self) -> dict:

@@ -134,25 +134,37 @@ class Claim:
             "user": os.environ.get("USER", str(os.getuid())),
             "job": os.environ.get("SLURM_JOB_ID"), "start": now(),
         })  # fmt: skip
-        for attempt in range(2):
-            try:
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                break
-            except FileExistsError:
-                owner, alive = self._owner()
-                if alive or attempt:
-                    raise UserError(
-                        f"{self.folder} is being made by user {owner.get('user')} on "
-                        f"{owner.get('host')} (process {owner.get('pid')}, since "
-                        f"{owner.get('start')}). Wait for it, or remove {self.path} if that "
-                        "process is gone."
-                    ) from None
-                log.info("taking over a dead claim on %s", self.folder)
-                self.path.unlink(missing_ok=True)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(text)
+        mine = self.folder / f".{CLAIM}.{socket.gethostname()}.{os.getpid()}"
+        mine.write_text(text)
+        try:
+            for attempt in range(2):
+                try:
+                    # A link appears whole or fails: nobody ever sees a claim half written.
+                    os.link(mine, self.path)
+                    break
+                except FileExistsError:
+                    owner, alive = self._owner()
+                    if alive or attempt:
+                        raise UserError(
+                            f"{self.folder} is being made by user {owner.get('user')} on "
+                            f"{owner.get('host')} (process {owner.get('pid')}, since "
+                            f"{owner.get('start')}). Wait for it, or remove {self.path} if that "
+                            "process is gone."
+                        ) from None
+                    log.info("taking over a dead claim on %s", self.folder)
+                    self._set_aside(mine.with_name(mine.name + ".dead"))
+        finally:
+            mine.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True).start()
         return self
+
+    def _set_aside(self, aside: Path) -> None:
+        """Move a dead claim away; of two processes that try, one succeeds."""
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        aside.unlink()
 
     def _beat(self):
         while not self._stop.wait(HEARTBEAT_SECONDS):
@@ -210,7 +222,7 @@ class Part:
 
     @property
     def finished(self) -> bool:
-        """Whether the manifest exists."""
+        """Whether the manifest exists: another workflow may have made the part meanwhile."""
         return (self.folder / MANIFEST).exists()
 
     def __enter__(self):
