@@ -15,6 +15,12 @@ rule benchmark_checkpoint:
         ),
     output:
         batch("benchmarks"),
+    log:
+        log_of("benchmarks"),
+    threads: ENGINE_THREADS
+    resources:
+        mem_mb=lambda wildcards, attempt: 12000 * attempt,
+        runtime=lambda wildcards, attempt: 240 * attempt,
     params:
         model=lambda wildcards, output: parts_of("benchmarks", wildcards)[0].parents["model"].folder,
         speculator=lambda wildcards, output: (
@@ -32,12 +38,6 @@ rule benchmark_checkpoint:
                 for n in parts_of("benchmarks", wildcards)
             ]
         ),
-    log:
-        log_of("benchmarks"),
-    threads: ENGINE_THREADS
-    resources:
-        mem_mb=lambda wildcards, attempt: 12000 * attempt,
-        runtime=lambda wildcards, attempt: 240 * attempt,
     shell:
         "{PYTHON} {SCRIPTS}/benchmarks.py --model {params.model:q} {params.speculator:q}"
         " --parts {params.parts:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"

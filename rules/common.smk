@@ -49,7 +49,9 @@ def waits_for(stage):
 
     def manifests(wildcards):
         node = PLAN.get(stage, wildcards.key)
-        return [] if Path(node.manifest).exists() else sorted({n.manifest for n in node.all_parents()})
+        return (
+            [] if Path(node.manifest).exists() else sorted({n.manifest for n in node.all_parents()})
+        )
 
     return manifests
 

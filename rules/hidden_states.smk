@@ -9,19 +9,26 @@ rule extract_hidden_states:
         ),
     output:
         batch("hidden_states"),
-    params:
-        model=lambda wildcards, output: parts_of("hidden_states", wildcards)[0].parents["model"].folder,
-        tokens=lambda wildcards, output: parts_of("hidden_states", wildcards)[0].parents["tokens"].folder,
-        parts=lambda wildcards, output: canonical_json(
-            [{"out": n.folder, "settings": n.settings} for n in parts_of("hidden_states", wildcards)]
-        ),
-        check=lambda wildcards, output: PLAN.config["hidden_states"]["check_rows"],
     log:
         log_of("hidden_states"),
     threads: ENGINE_THREADS
     resources:
         mem_mb=lambda wildcards, attempt: 12000 * attempt,
         runtime=lambda wildcards, attempt: 240 * attempt,
+    params:
+        model=lambda wildcards, output: parts_of("hidden_states", wildcards)[0]
+        .parents["model"]
+        .folder,
+        tokens=lambda wildcards, output: parts_of("hidden_states", wildcards)[0]
+        .parents["tokens"]
+        .folder,
+        parts=lambda wildcards, output: canonical_json(
+            [
+                {"out": n.folder, "settings": n.settings}
+                for n in parts_of("hidden_states", wildcards)
+            ]
+        ),
+        check=lambda wildcards, output: PLAN.config["hidden_states"]["check_rows"],
     shell:
         "{PYTHON} {SCRIPTS}/hidden_states.py --model {params.model:q} --tokens {params.tokens:q}"
         " --parts {params.parts:q} --runtime {RUNTIME:q} --check-rows {params.check}"

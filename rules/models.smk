@@ -5,6 +5,12 @@
 rule prepare_model:
     output:
         part("models"),
+    log:
+        log_of("models"),
+    threads: ENGINE_THREADS
+    resources:
+        mem_mb=lambda wildcards, attempt: 8000 * attempt,
+        runtime=lambda wildcards, attempt: 60 * attempt,
     params:
         settings=of("models", lambda n: n.settings_json),
         optional=of(
@@ -17,12 +23,6 @@ rule prepare_model:
             ],
         ),
         out=of("models", lambda n: n.folder),
-    log:
-        log_of("models"),
-    threads: ENGINE_THREADS
-    resources:
-        mem_mb=lambda wildcards, attempt: 8000 * attempt,
-        runtime=lambda wildcards, attempt: 60 * attempt,
     shell:
         "{PYTHON} {SCRIPTS}/models.py --settings {params.settings:q} {params.optional:q}"
         " --out {params.out:q} --log {log:q}"

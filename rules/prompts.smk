@@ -5,15 +5,15 @@
 rule draw_prompts:
     output:
         part("prompts"),
-    params:
-        source=of("prompts", lambda n: n.local["paths"]),
-        settings=of("prompts", lambda n: n.settings_json),
-        out=of("prompts", lambda n: n.folder),
     log:
         log_of("prompts"),
     resources:
         mem_mb=lambda wildcards, attempt: 4000 * attempt,
         runtime=lambda wildcards, attempt: 30 * attempt,
+    params:
+        source=of("prompts", lambda n: n.local["paths"]),
+        settings=of("prompts", lambda n: n.settings_json),
+        out=of("prompts", lambda n: n.folder),
     shell:
         "{PYTHON} {SCRIPTS}/prompts.py --stage prompts --source {params.source:q}"
         " --settings {params.settings:q} --max-lost-share {LOST} --out {params.out:q} --log {log:q}"

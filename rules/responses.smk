@@ -7,17 +7,17 @@ rule generate_responses:
         waits_for("responses"),
     output:
         part("responses"),
-    params:
-        model=of("responses", lambda n: n.parents["model"].folder),
-        prompts=of("responses", lambda n: n.parents["prompts"].folder),
-        settings=of("responses", lambda n: n.settings_json),
-        out=of("responses", lambda n: n.folder),
     log:
         log_of("responses"),
     threads: ENGINE_THREADS
     resources:
         mem_mb=lambda wildcards, attempt: 12000 * attempt,
         runtime=lambda wildcards, attempt: 240 * attempt,
+    params:
+        model=of("responses", lambda n: n.parents["model"].folder),
+        prompts=of("responses", lambda n: n.parents["prompts"].folder),
+        settings=of("responses", lambda n: n.settings_json),
+        out=of("responses", lambda n: n.folder),
     shell:
         "{PYTHON} {SCRIPTS}/responses.py --model {params.model:q} --prompts {params.prompts:q}"
         " --settings {params.settings:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"

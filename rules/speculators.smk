@@ -13,7 +13,11 @@ def training_inputs(wildcards):
 def optional(node, flag, role):
     """Return a flag with the folder(s) of a role, or nothing when the part has none."""
     found = node.parents.get(role, [])
-    return [flag, *(n.folder for n in (found if isinstance(found, list) else [found]))] if found else []
+    return (
+        [flag, *(n.folder for n in (found if isinstance(found, list) else [found]))]
+        if found
+        else []
+    )
 
 
 rule train_speculator:
@@ -21,6 +25,12 @@ rule train_speculator:
         training_inputs,
     output:
         part("speculators"),
+    log:
+        log_of("speculators"),
+    threads: ENGINE_THREADS
+    resources:
+        mem_mb=lambda wildcards, attempt: 16000 * attempt,
+        runtime=lambda wildcards, attempt: 720 * attempt,
     params:
         model=of("speculators", lambda n: n.parents["model"].folder),
         tokens=of("speculators", lambda n: [t.folder for t in n.parents["tokens"]]),
@@ -34,12 +44,6 @@ rule train_speculator:
         settings=of("speculators", lambda n: n.settings_json),
         extra=of("speculators", lambda n: canonical_json(n.extra)),
         out=of("speculators", lambda n: n.folder),
-    log:
-        log_of("speculators"),
-    threads: ENGINE_THREADS
-    resources:
-        mem_mb=lambda wildcards, attempt: 16000 * attempt,
-        runtime=lambda wildcards, attempt: 720 * attempt,
     shell:
         "{PYTHON} {SCRIPTS}/speculators.py --model {params.model:q} --tokens {params.tokens:q}"
         " {params.own:q} --states {params.states:q} --vocab {params.vocab:q} {params.origin:q}"

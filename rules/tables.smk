@@ -38,10 +38,10 @@ rule make_tables:
         "results/tables/index.parquet",
         "results/tables/summary.txt",
         "results/index.csv",
-    params:
-        code=code(SCRIPTS / "tables.py", LIB / "statistics.py"),
     log:
         "results/logs/tables.log",
+    params:
+        code=code(SCRIPTS / "tables.py", LIB / "statistics.py"),
     shell:
         "{PYTHON} {SCRIPTS}/tables.py --plan {input.plan:q} --out results/tables"
         " --index results/index.csv --log {log:q}"
@@ -53,10 +53,10 @@ rule make_report:
         plan="results/tables/plan.json",
     output:
         "results/report.html",
-    params:
-        code=code(SCRIPTS / "report.py", LIB / "statistics.py"),
     log:
         "results/logs/report.log",
+    params:
+        code=code(SCRIPTS / "report.py", LIB / "statistics.py"),
     shell:
         "{PYTHON} {SCRIPTS}/report.py --plan {input.plan:q} --tables results/tables"
         " --figures results/figures --out {output:q} --log {log:q}"
@@ -68,9 +68,9 @@ rule link_current:
         plan="results/tables/plan.json",
     output:
         "results/current/README",
-    params:
-        code=code(SCRIPTS / "links.py"),
     log:
         "results/logs/links.log",
+    params:
+        code=code(SCRIPTS / "links.py"),
     shell:
         "{PYTHON} {SCRIPTS}/links.py --plan {input.plan:q} --out results/current --log {log:q}"

@@ -7,16 +7,16 @@ rule tokenize_responses:
         waits_for("tokens"),
     output:
         part("tokens"),
-    params:
-        model=of("tokens", lambda n: n.parents["model"].folder),
-        responses=of("tokens", lambda n: n.parents["responses"].folder),
-        settings=of("tokens", lambda n: n.settings_json),
-        out=of("tokens", lambda n: n.folder),
     log:
         log_of("tokens"),
     resources:
         mem_mb=lambda wildcards, attempt: 8000 * attempt,
         runtime=lambda wildcards, attempt: 60 * attempt,
+    params:
+        model=of("tokens", lambda n: n.parents["model"].folder),
+        responses=of("tokens", lambda n: n.parents["responses"].folder),
+        settings=of("tokens", lambda n: n.settings_json),
+        out=of("tokens", lambda n: n.folder),
     shell:
         "{PYTHON} {SCRIPTS}/tokens.py --model {params.model:q} --responses {params.responses:q}"
         " --settings {params.settings:q} --max-lost-share {LOST}"

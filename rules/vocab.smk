@@ -7,16 +7,16 @@ rule build_vocab:
         waits_for("vocab"),
     output:
         part("vocab"),
-    params:
-        model=of("vocab", lambda n: n.parents["model"].folder),
-        tokens=of("vocab", lambda n: [t.folder for t in n.parents["tokens"]]),
-        settings=of("vocab", lambda n: n.settings_json),
-        out=of("vocab", lambda n: n.folder),
     log:
         log_of("vocab"),
     resources:
         mem_mb=lambda wildcards, attempt: 8000 * attempt,
         runtime=lambda wildcards, attempt: 60 * attempt,
+    params:
+        model=of("vocab", lambda n: n.parents["model"].folder),
+        tokens=of("vocab", lambda n: [t.folder for t in n.parents["tokens"]]),
+        settings=of("vocab", lambda n: n.settings_json),
+        out=of("vocab", lambda n: n.folder),
     shell:
         "{PYTHON} {SCRIPTS}/vocab.py --model {params.model:q} --tokens {params.tokens:q}"
         " --settings {params.settings:q} --out {params.out:q} --log {log:q}"

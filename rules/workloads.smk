@@ -5,15 +5,15 @@
 rule draw_workload:
     output:
         part("workloads"),
-    params:
-        source=of("workloads", lambda n: n.local["paths"]),
-        settings=of("workloads", lambda n: n.settings_json),
-        out=of("workloads", lambda n: n.folder),
     log:
         log_of("workloads"),
     resources:
         mem_mb=lambda wildcards, attempt: 4000 * attempt,
         runtime=lambda wildcards, attempt: 30 * attempt,
+    params:
+        source=of("workloads", lambda n: n.local["paths"]),
+        settings=of("workloads", lambda n: n.settings_json),
+        out=of("workloads", lambda n: n.folder),
     shell:
         "{PYTHON} {SCRIPTS}/prompts.py --stage workloads --source {params.source:q}"
         " --settings {params.settings:q} --max-lost-share {LOST} --out {params.out:q} --log {log:q}"

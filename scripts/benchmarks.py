@@ -100,6 +100,7 @@ def main(args) -> None:
                 spec["workload"], "prompts.parquet", "workloads", tables.PROMPTS
             )
         if parts:
+            cli.log.info("benchmark of %s", store.title_of(args.batch.parent.parent, "benchmarks"))
             settings = parts[0].settings
             if args.speculator:
                 speculative = server.speculative_config(
@@ -138,7 +139,11 @@ if __name__ == "__main__":
         "--parts", type=cli.json_argument, required=True,
         help='parts to make (JSON): [{"out": folder, "workload": folder, "settings": {...}}]',
     )  # fmt: skip
-    parser.add_argument("--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)")
+    parser.add_argument(
+        "--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)"
+    )
     parser.add_argument("--max-lost-share", type=float, default=0.02)
-    parser.add_argument("--batch", type=Path, required=True, help="batch manifest to write at the end")
+    parser.add_argument(
+        "--batch", type=Path, required=True, help="batch manifest to write at the end"
+    )
     cli.run(main, parser.parse_args())

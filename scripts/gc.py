@@ -20,7 +20,6 @@ from scripts.lib import cli, store
 from scripts.lib.config import check
 from scripts.lib.plan import Plan
 
-
 DEFAULT = Path(__file__).resolve().parents[1] / "config" / "config.yaml"
 
 

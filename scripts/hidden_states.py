@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, engine, shards, store, tables
@@ -78,7 +79,10 @@ def extract(rows, writers, layer_ids, model_dir, hidden, runtime, work: Path) ->
     longest = max(len(rows[i]["input_ids"]) for i in todo)
     # The last layer has two names: its number, and -1.
     asked = sorted(set(layer_ids))
-    connector = {"kv_role": "kv_producer", "kv_connector": "ExampleHiddenStatesConnector"}
+    connector: dict[str, Any] = {
+        "kv_role": "kv_producer",
+        "kv_connector": "ExampleHiddenStatesConnector",
+    }
     if runtime["device"] == "cpu":
         connector["kv_connector"] = "CpuHiddenStatesConnector"
         connector["kv_connector_module_path"] = "scripts.lib.cpu_connector"
@@ -181,7 +185,9 @@ def verify(rows, folders: dict[int, Path], model_dir: str, count: int, seed: int
     files = {k: safe_open(str(f / shards.FILE), framework="pt") for k, f in folders.items()}
     worst = dict.fromkeys(folders, 0.0)
     sequences = [rows[i]["input_ids"] for i in chosen]
-    for row, states in zip(chosen, reference_states(model_dir, list(folders), sequences), strict=True):
+    for row, states in zip(
+        chosen, reference_states(model_dir, list(folders), sequences), strict=True
+    ):
         for layer, file in files.items():
             first, last = file.get_tensor("offsets")[row : row + 2].tolist()
             error = relative_error(file.get_slice("states")[first:last], states[layer])
@@ -210,6 +216,8 @@ def main(args) -> None:
                 parts.append(stack.enter_context(part))
         layers = [resolve_layer(p.settings["layer"], facts["layers"]) for p in parts]
         if parts:
+            title = store.title_of(args.batch.parent.parent, "hidden_states")
+            cli.log.info("hidden states of %s, layers %s", title, layers)
             writers = [
                 shards.ShardWriter(
                     p.folder / shards.FILE, ids, lengths, facts["hidden_size"],
@@ -252,9 +260,15 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=Path, required=True, help="tokens part (one shard)")
     parser.add_argument(
         "--parts", type=cli.json_argument, required=True,
-        help='parts to make (JSON): [{"out": folder, "settings": {"layer": k, "dtype": "bfloat16"}}]',
+        help='parts to make (JSON): [{"out": folder, "settings": {"layer": k, "dtype": ...}}]',
     )  # fmt: skip
-    parser.add_argument("--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)")
-    parser.add_argument("--check-rows", type=int, default=4, help="rows to recompute with transformers")
-    parser.add_argument("--batch", type=Path, required=True, help="batch manifest to write at the end")
+    parser.add_argument(
+        "--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)"
+    )
+    parser.add_argument(
+        "--check-rows", type=int, default=4, help="rows to recompute with transformers"
+    )
+    parser.add_argument(
+        "--batch", type=Path, required=True, help="batch manifest to write at the end"
+    )
     cli.run(main, parser.parse_args())

@@ -48,7 +48,7 @@ def find_package_file(package: str, version: str, pattern: str) -> Path:
 def convert_gguf(source: Path, target: Path, dtype: str) -> None:
     """Dequantise a GGUF file into a Hugging Face model directory."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     cli.log.info("converting %s", source.name)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -141,16 +141,23 @@ def main(args) -> None:
         facts = inspect(folder, template)
         store.write_json(part.folder / "model.json", facts | {"path": path, "source": settings})
         shutil.rmtree(part.folder / "work", ignore_errors=True)
-        part.finish(["model.json", *files], facts={k: facts[k] for k in facts if k != "chat_template"})
+        part.finish(
+            ["model.json", *files], facts={k: facts[k] for k in facts if k != "chat_template"}
+        )
     cli.log.info(
         "model: %s, %d layers, hidden size %d, vocabulary %d",
-        facts["architecture"], facts["layers"], facts["hidden_size"], facts["vocab_size"],
+        facts["architecture"],
+        facts["layers"],
+        facts["hidden_size"],
+        facts["vocab_size"],
     )
 
 
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
-    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
+    parser.add_argument(
+        "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
+    )
     parser.add_argument("--path", help="model directory (source local)")
     parser.add_argument("--chat-template", default="", help="file that replaces the chat template")
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")

@@ -65,8 +65,12 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--stage", choices=["prompts", "workloads"], required=True)
-    parser.add_argument("--source", type=Path, nargs="+", required=True, help="JSONL or parquet files")
-    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
+    parser.add_argument(
+        "--source", type=Path, nargs="+", required=True, help="JSONL or parquet files"
+    )
+    parser.add_argument(
+        "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
+    )
     parser.add_argument("--max-lost-share", type=float, default=0.02)
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

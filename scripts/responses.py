@@ -55,7 +55,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 def finished_rows(work: Path) -> dict[str, dict]:
     """Read the rows that an earlier attempt finished."""
-    rows = {}
+    rows: dict[str, dict] = {}
     for path in sorted(work.glob("part-*.parquet")):
         rows |= {row["prompt_id"]: row for row in pq.read_table(path).to_pylist()}
     return rows
@@ -101,7 +101,8 @@ def generate(rows, settings, template, model_dir, runtime, part) -> dict[str, di
         max_num_batched_tokens=max(settings["max_model_len"], 2048),
     )  # fmt: skip
     progress = cli.Progress("responses", len(rows), "prompts", done=len(done))
-    pending, last, tokens, started = [], time.monotonic(), 0, time.monotonic()
+    pending: list[dict] = []
+    last, tokens, started = time.monotonic(), 0, time.monotonic()
 
     def flush():
         nonlocal pending, last
@@ -143,6 +144,7 @@ def main(args) -> None:
     with store.Part(args.out, "responses", args.settings, inputs) as part:
         if part.finished:
             return
+        cli.log.info("responses of %s", part.title)
         model_dir, template, _ = engine.open_model(args.model)
         rows = tables.read(args.prompts, "prompts.parquet", "prompts", tables.PROMPTS)
         answers = generate(rows, args.settings, template, model_dir, args.runtime, part)
@@ -170,8 +172,12 @@ if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="models part of the teacher")
     parser.add_argument("--prompts", type=Path, required=True, help="prompts part (one shard)")
-    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
-    parser.add_argument("--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)")
+    parser.add_argument(
+        "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
+    )
+    parser.add_argument(
+        "--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)"
+    )
     parser.add_argument("--max-lost-share", type=float, default=0.02)
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

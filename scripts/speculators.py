@@ -27,7 +27,10 @@ def load_splits(args, layers: int):
     states = open_states(args.tokens, args.states[:count], layers)
     training, validation = split(samples.read_tokens(args.tokens, wanted), share)
     samples.check_disjoint(training, validation)
-    result = {"train": StoredStates(training, states), "validation": StoredStates(validation, states)}
+    result = {
+        "train": StoredStates(training, states),
+        "validation": StoredStates(validation, states),
+    }
     if args.own_tokens:
         own_states = open_states(args.own_tokens, args.states[count:], layers)
         _, own = split(samples.read_tokens(args.own_tokens, settings["own_samples"]), share)
@@ -106,6 +109,7 @@ def main(args) -> None:
     with store.Part(args.out, "speculators", args.settings, inputs, args.extra_inputs) as part:
         if part.finished:
             return
+        cli.log.info("training %s", part.title)
         result = train(args, part)
         part.finish(
             ["checkpoint", "state.pt", "steps.csv", "training.json"], counts={"ok": result["rows"]},
@@ -116,7 +120,10 @@ def main(args) -> None:
     shown = result["validation"]["validation"]
     cli.log.info(
         "epoch %d: training loss %.3f, validation loss %.3f, first position right %.1f %%, %.0f s",
-        result["epoch"], result["train_loss"], shown["loss"], 100 * shown["full_acc_0"],
+        result["epoch"],
+        result["train_loss"],
+        shown["loss"],
+        100 * shown["full_acc_0"],
         result["train_seconds"],
     )
 
@@ -126,14 +133,28 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, required=True, help="models part of the verifier")
     parser.add_argument("--tokens", type=Path, nargs="+", required=True, help="tokens parts")
     parser.add_argument("--own-tokens", type=Path, nargs="*", default=[],
-                        help="tokens parts of the verifier's own responses, if other than --tokens")  # fmt: skip
-    parser.add_argument("--states", type=Path, nargs="+", required=True,
-                        help="hidden_states parts: all layers of the first shard, of the second, ...")  # fmt: skip
+                        help="tokens parts of the verifier's own responses, if others")  # fmt: skip
+    parser.add_argument(
+        "--states",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="hidden_states parts: all layers of shard 1, of shard 2, ...",
+    )
     parser.add_argument("--vocab", type=Path, required=True, help="vocab part")
     parser.add_argument("--previous", type=Path, help="speculators part of the epoch before")
     parser.add_argument("--start", type=Path, help="speculators part that epoch 1 starts from")
-    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
-    parser.add_argument("--extra-inputs", type=cli.json_argument, default={}, help="keyed inputs without a folder (JSON)")
-    parser.add_argument("--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)")
+    parser.add_argument(
+        "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
+    )
+    parser.add_argument(
+        "--extra-inputs",
+        type=cli.json_argument,
+        default={},
+        help="keyed inputs without a folder (JSON)",
+    )
+    parser.add_argument(
+        "--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

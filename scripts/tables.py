@@ -326,7 +326,7 @@ def main(args) -> None:
     }  # fmt: skip
     training, checkpoint = training_rows(plan), itemgetter(*LABELS[:1], *LABELS[2:])
     samples = {checkpoint(row): row.get("rows") for row in training}
-    made = {"acceptance": [], "lossless": []}
+    made: dict[str, list[dict]] = {"acceptance": [], "lossless": []}
     for group in checkpoints(parts):
         trained = samples.get(checkpoint(group[0]["entry"]))
         made["acceptance"] += acceptance_rows(group, plan, trained)

@@ -20,7 +20,8 @@ DROPPED_STATUS = ("empty", "too_long", "error")
 
 def render_all(rows: list[dict], renderer: chat.Renderer, max_length: int):
     """Return (token rows, counts by status) of response rows."""
-    result, counts = [], Counter()
+    result: list[dict] = []
+    counts: Counter = Counter()
     for row in rows:
         if row["status"] in DROPPED_STATUS:
             counts[f"dropped: response {row['status']}"] += 1
@@ -78,7 +79,10 @@ def main(args) -> None:
         })  # fmt: skip
     cli.log.info(
         "tokens: %d rows, %d tokens, %.0f %% supervised, %s",
-        len(result), total, 100 * masked / total, dict(counts),
+        len(result),
+        total,
+        100 * masked / total,
+        dict(counts),
     )
 
 
@@ -86,7 +90,9 @@ if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="models part of the verifier")
     parser.add_argument("--responses", type=Path, required=True, help="responses part (one shard)")
-    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
+    parser.add_argument(
+        "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
+    )
     parser.add_argument("--max-lost-share", type=float, default=0.02)
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

@@ -18,7 +18,9 @@ def count_tokens(rows: list[dict]) -> Counter:
     """Count the supervised token ids of token rows."""
     counter: Counter = Counter()
     for row in rows:
-        counter.update(i for i, keep in zip(row["input_ids"], row["loss_mask"], strict=True) if keep)
+        counter.update(
+            i for i, keep in zip(row["input_ids"], row["loss_mask"], strict=True) if keep
+        )
     return counter
 
 
@@ -50,7 +52,9 @@ def main(args) -> None:
         })  # fmt: skip
     cli.log.info(
         "vocab: %d of %d distinct tokens, coverage %.2f %%",
-        min(size, len(counter)), len(counter), 100 * covered / counter.total(),
+        min(size, len(counter)),
+        len(counter),
+        100 * covered / counter.total(),
     )
 
 
@@ -58,6 +62,8 @@ if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="models part of the verifier")
     parser.add_argument("--tokens", type=Path, nargs="+", required=True, help="tokens parts")
-    parser.add_argument("--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)")
+    parser.add_argument(
+        "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

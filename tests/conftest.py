@@ -1,7 +1,5 @@
 """Options and fixtures that several test files share."""
 
-import pytest
-
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the longer checks")

@@ -1,16 +1,21 @@
 """What several test files share: small studies, finished parts, other processes."""
 
 import copy
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from scripts.lib import config as configuration
 from scripts.lib import store, tables
 from scripts.lib.config import check
 from scripts.lib.identity import part_key
 from scripts.lib.plan import Plan
+
+# Reading the schema takes half the time of a check, and many tests check.
+configuration.load_schema = functools.cache(configuration.load_schema)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +57,7 @@ def study(root: Path) -> dict:
             w: {"source": "file", "path": f"{w}.jsonl", "prompts": 20} for w in ("w1", "w2")
         },
         "vocabulary": {"teacher": "self", "pools": {"p": 20}},
+        "tokens": {"max_length": 128},
         "strategies": {
             "own": {"teacher": "self", "pools": {"p": 25}},
             "family": {"teacher": "large", "pools": {"p": 25}},

@@ -31,6 +31,8 @@ DEMO = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
         ({"study.epochs": None}, ["study", "'epochs'"]),
         ({"pools.p.path": None}, ["pools.p", "'path'"]),
         ({"study": None}, ["top level", "'study'"]),
+        ({"vocabulary": None}, ["top level", "'vocabulary'"]),
+        ({"vocabulary.pools": {}}, ["vocabulary.pools"]),
         ({"models.bad name": {"source": "local", "path": "x"}}, ["models", "bad name"]),
         ({"study.strategies": ["own", "own"]}, ["study.strategies"]),
         ({"models.small.package": None}, ["models.small", "'package'"]),
@@ -55,6 +57,15 @@ DEMO = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
         ({"strategies.hybrid.start.epoch": 5}, ["strategies.hybrid.start.epoch is 5", "cross"]),
         ({"study.epochs": 5}, ["study.epochs is 5", "strategies.own.schedule_epochs is 4"]),
         ({"benchmark.temperature": 0.7}, ["benchmark.temperature", "cpu"]),
+        (
+            {"tokens.max_length": 129},
+            ["tokens.max_length is 129", "algorithms.a.total_seq_len is 128"],
+        ),
+        ({"pools.q.path": "p.jsonl"}, ["pools.q equals pools.p"]),
+        (
+            {"benchmark.latency.epochs": [1, 3]},
+            ["benchmark.latency.epochs", "[3]", "study.epochs is 2"],
+        ),
         ({"benchmark.k": 4}, ["benchmark.k is 4", "algorithms.a.ttt_steps is 3"]),
     ],
     ids=str,
@@ -112,7 +123,11 @@ def defaults(schema):
 
 def test_defaults_are_filled_in_at_every_depth(tmp_path):
     given = study(tmp_path)
-    del given["benchmark"], given["vocabulary"], given["store"]
+    del given["benchmark"], given["store"]
+    del given["vocabulary"]["teacher"]
+    given["tokens"] = {}
+    for recipe in given["algorithms"].values():
+        recipe["total_seq_len"] = 5000
     config, found = check(given), list(defaults(load_schema()))
     assert len(found) > 25 and (["benchmark", "latency", "hardware"], "cpu") in found
     for path, value in found:
@@ -120,6 +135,7 @@ def test_defaults_are_filled_in_at_every_depth(tmp_path):
         for name in path:
             target = target[name]
         assert target == value, path
+    assert config["vocabulary"]["teacher"] == "self"
     assert config["teachers"]["small"]["top_p"] == 1
     assert config["strategies"]["own"]["schedule_epochs"] == 4
     assert config["algorithms"]["a"]["scheduler"] == "cosine"
@@ -127,7 +143,9 @@ def test_defaults_are_filled_in_at_every_depth(tmp_path):
 
 
 def test_given_values_win_over_defaults_and_the_argument_is_not_changed(tmp_path):
-    given = edited(study(tmp_path), {"benchmark.k": 2, "runtime.threads": 7, "algorithms.a.lr": 0.5})
+    given = edited(
+        study(tmp_path), {"benchmark.k": 2, "runtime.threads": 7, "algorithms.a.lr": 0.5}
+    )
     before = copy.deepcopy(given)
     config = check(given)
     assert given == before

@@ -111,8 +111,8 @@ def test_an_epoch_more_plans_one_training_and_one_benchmark(edited, tmp_path):
 
 
 def test_a_workload_more_plans_its_benchmarks_only(edited, tmp_path):
-    edited["workloads"]["more"] = {
-        "source": "file", "path": str(ROOT / "config/data/workloads/qa.jsonl"), "prompts": 5}  # fmt: skip
+    path = str(ROOT / "config/data/workloads/qa.jsonl")
+    edited["workloads"]["more"] = {"source": "file", "path": path, "prompts": 5}
     edited["study"]["workloads"].append("more")
     assert dry_run(edited, tmp_path) == {
         ("draw_workload", "more"),
@@ -204,8 +204,8 @@ def test_a_wrong_configuration_ends_in_one_line(edited, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(edited))
     result = subprocess.run(
-        [sys.executable, "-m", "snakemake", "-n", "-s", str(ROOT / "Snakefile"), "-d", str(tmp_path),
-         "--configfile", str(file), "--cores", "2"],
+        [sys.executable, "-m", "snakemake", "-n", "-s", str(ROOT / "Snakefile"),
+         "-d", str(tmp_path), "--configfile", str(file), "--cores", "2"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode != 0

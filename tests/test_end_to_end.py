@@ -32,7 +32,8 @@ def study(clone: Path) -> dict:
     config["study"] |= {"epochs": 1, "workloads": ["qa"], "name": "small"}
     config["benchmark"] |= {"max_tokens": 24, "min_prompts": 4, "control_concurrency": 4}
     config["benchmark"]["latency"] = {
-        "workloads": ["qa"], "concurrencies": [2], "requests_per_stream": 2, "max_tokens": 16}  # fmt: skip
+        "workloads": ["qa"], "concurrencies": [2], "requests_per_stream": 2, "max_tokens": 16,
+    }  # fmt: skip
     config["runtime"] = {"checkpoint_every_steps": 3}
     return config
 
@@ -89,8 +90,8 @@ def clone(tmp_path_factory):
 def interrupt_when(clone: Path, target: str, ready, number=signal.SIGINT) -> str:
     """Start a run, send a signal to Snakemake's process group once `ready()`; return output."""
     process = subprocess.Popen(
-        [*SNAKEMAKE, target], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        [*SNAKEMAKE, target], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 300
     while not ready():
@@ -184,9 +185,7 @@ def test_training_survives_a_kill_and_an_added_epoch_trains_one(clone):
     plan = Plan(check(config))
     node = plan.speculator("smollm2-135m", "eagle3", "self", 2)
     step = clone / node.folder / "work/step.pt"
-    before = {
-        p: p.stat().st_mtime_ns for p in (clone / "results/store").rglob("manifest.json")
-    }
+    before = {p: p.stat().st_mtime_ns for p in (clone / "results/store").rglob("manifest.json")}
     interrupt_when(clone, "speculators", step.exists, signal.SIGTERM)
     assert not (clone / node.manifest).exists()
     assert not engines_in(clone)

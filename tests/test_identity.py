@@ -19,7 +19,16 @@ def test_order_of_keys_and_spelling_of_numbers_do_not_change_a_digest():
 
 @pytest.mark.parametrize(
     "left, right",
-    [(1, "1"), (1, True), (0, False), (None, ""), ([1, 2], [2, 1]), (0.1, 0.2), ({}, []), ("a", "A")],
+    [
+        (1, "1"),
+        (1, True),
+        (0, False),
+        (None, ""),
+        ([1, 2], [2, 1]),
+        (0.1, 0.2),
+        ({}, []),
+        ("a", "A"),
+    ],
 )
 def test_different_meanings_have_different_digests(left, right):
     assert identity.digest({"x": left}) != identity.digest({"x": right})

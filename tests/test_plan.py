@@ -14,6 +14,7 @@ from scripts import links
 from scripts.lib.config import check
 from scripts.lib.errors import UserError
 from scripts.lib.plan import Plan
+from scripts.lib.samples import pool_of
 
 CHECKPOINTS = r"^benchmarks/\w+/[ab]\."
 OF_OTHER = (
@@ -208,7 +209,9 @@ def test_equal_strategies_share_one_part_and_are_both_labelled(root):
         assert plan.speculator("large", "a", "family", epoch) is own
         assert plan.speculator("small", "a", "own", epoch) is not own
         assert plan.speculator("small", "a", "family", epoch).key != own.key
-    rows = [r for r in plan.labels()["training"] if (r["verifier"], r["algorithm"]) == ("large", "a")]
+    rows = [
+        r for r in plan.labels()["training"] if (r["verifier"], r["algorithm"]) == ("large", "a")
+    ]
     folder = {(r["strategy"], r["epoch"]): r["folder"] for r in rows}
     assert folder["own", 2] == folder["family", 2] != folder["cross", 2]
     names = Counter(n.folder for n in plan.nodes("speculators"))
@@ -357,7 +360,9 @@ def test_inputs_name_finished_parts_and_one_batch_per_folder_for_the_rest(tmp_pa
 def test_no_inputs_are_left_to_make_when_everything_exists(tmp_path):
     plan = make_plan(tmp_path)
     finish(plan.targets())
-    assert make_plan(tmp_path).inputs(plan.targets()) == sorted({n.manifest for n in plan.targets()})
+    assert make_plan(tmp_path).inputs(plan.targets()) == sorted(
+        {n.manifest for n in plan.targets()}
+    )
 
 
 # -- labels ------------------------------------------------------------------------
@@ -407,6 +412,15 @@ def test_workloads_of_equal_content_keep_their_own_labels(root):
     rows = [r for r in plan.labels()["acceptance"] if r["role"] == "baseline"]
     assert Counter(r["workload"] for r in rows) == {"w1": 2, "w2": 2}
     assert len({r["key"] for r in rows}) == 2
+
+
+def test_pools_of_equal_content_are_found_by_the_strategy_that_names_them(root):
+    (root / "copy.jsonl").write_bytes((root / "p.jsonl").read_bytes())
+    pool = {"source": "file", "path": "copy.jsonl", "shard_size": 10}
+    plan = make_plan(root, {"pools.copy": pool, "strategies.cross.pools": {"copy": 25}})
+    for node in plan.nodes("speculators"):
+        found = {pool_of(Path(t.folder)) for t in node.parents["tokens"]}
+        assert found == node.settings["samples"].keys(), node.name
 
 
 def test_links_lead_to_the_finished_parts_and_follow_the_configuration(tmp_path):

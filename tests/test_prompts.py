@@ -55,7 +55,9 @@ def test_turns_before_the_last_question_are_kept():
         {"role": "system", "content": "Be brief."}, user("One?"),
         {"role": "assistant", "content": "1"}, user("Two?"),
     ]  # fmt: skip
-    assert prompts.to_messages({"messages": [*turns, {"role": "assistant", "content": "2"}]}) == turns
+    assert (
+        prompts.to_messages({"messages": [*turns, {"role": "assistant", "content": "2"}]}) == turns
+    )
     sharegpt = {"system": "system", "user": "human", "assistant": "gpt"}
     row = {"conversations": [{"from": sharegpt[t["role"]], "value": t["content"]} for t in turns]}
     assert prompts.to_messages(row) == turns
@@ -125,7 +127,9 @@ def test_hash_order_depends_on_seed_and_ids_alone(tmp_path):
         write(tmp_path / "c.jsonl", [{"prompt": t} for t in texts[20:]]),
         write(tmp_path / "d.jsonl", [{"prompt": t} for t in texts[:20]]),
     ]
-    orders = [[r["prompt_id"] for r in prompts.load(p, 5)[0]] for p in ([forward], [backward], halves)]
+    orders = [
+        [r["prompt_id"] for r in prompts.load(p, 5)[0]] for p in ([forward], [backward], halves)
+    ]
     assert orders[0] == orders[1] == orders[2]
     by_hash = sorted(orders[0], key=lambda i: hashlib.sha256(f"5:{i}".encode()).digest())
     assert orders[0] == by_hash
@@ -142,7 +146,9 @@ def test_new_prompts_do_not_reorder_the_old_ones(tmp_path):
 
 
 def test_duplicates_across_files_and_spellings_are_dropped_and_counted(tmp_path):
-    one = write(tmp_path / "a.jsonl", [{"prompt": "Same"}, {"prompt": "other"}, {"prompt": "same "}])
+    one = write(
+        tmp_path / "a.jsonl", [{"prompt": "Same"}, {"prompt": "other"}, {"prompt": "same "}]
+    )
     two = write(tmp_path / "b.jsonl", [{"messages": [user("SAME")]}])
     rows, lost = prompts.load([one, two], 0)
     assert len(rows) == 2 and lost == {"duplicate": 2}
@@ -176,7 +182,9 @@ def test_unusable_source_is_a_user_error_that_names_it(tmp_path, name, content, 
 def make(root, source, kind, **settings):
     settings = {"pins": [pin_file(source)], "seed": 0} | settings
     part = new_part(root, kind, settings)
-    args = argparse.Namespace(out=part.folder, stage=kind, settings=settings, source=[source])
+    args = argparse.Namespace(
+        out=part.folder, stage=kind, settings=settings, source=[source], max_lost_share=0.4
+    )
     stage.main(args)
     return tables.read(part.folder, "prompts.parquet", kind, tables.PROMPTS)
 
@@ -187,7 +195,7 @@ def test_shards_cut_the_hash_order_and_any_number_of_samples_is_a_prefix(tmp_pat
     shards = [make(tmp_path, source, "prompts", size=10, index=i) for i in range(3)]
     assert [len(s) for s in shards] == [10, 10, 5]
     assert [row for shard in shards for row in shard] == ordered
-    with pytest.raises(UserError, match="25 usable prompts.*more than 30"):
+    with pytest.raises(UserError, match=r"25 usable prompts.*more than 30"):
         make(tmp_path, source, "prompts", size=10, index=3)
 
 
@@ -204,12 +212,27 @@ def test_source_that_changed_after_planning_is_refused(tmp_path):
         make(tmp_path, source, "prompts", size=1, index=0, pins=["0" * 16])
 
 
-def test_stage_counts_what_it_dropped(tmp_path):
-    source = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "A"}, {"x": 1}])
+def test_stage_counts_what_it_dropped_and_refuses_to_drop_much(tmp_path):
+    source = write(
+        tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "A"}, {"prompt": "b"}, {"x": 1}]
+    )
     make(tmp_path, source, "prompts", size=5, index=0)
     (manifest,) = (json.loads(p.read_text()) for p in tmp_path.rglob("manifest.json"))
     dropped = {k: v for k, v in manifest["counts"].items() if k.startswith("dropped")}
-    assert manifest["counts"]["ok"] == 1 and sum(dropped.values()) == 2 and len(dropped) == 2
+    assert manifest["counts"]["ok"] == 2 and sum(dropped.values()) == 2 and len(dropped) == 2
+    # Duplicates are no loss: nobody misses them.
+    worse = write(tmp_path / "q.jsonl", [{"prompt": "a"}, {"prompt": "A"}, {"x": 1}])
+    with pytest.raises(UserError, match="1 of 2 rows lost"):
+        make(tmp_path, worse, "prompts", size=5, index=0)
+
+
+def test_part_that_another_workflow_finished_is_left_alone(tmp_path):
+    source = write(tmp_path / "p.jsonl", [{"prompt": "q"}])
+    make(tmp_path, source, "prompts", size=5, index=0)
+    (path,) = tmp_path.rglob("prompts.parquet")
+    before = path.stat().st_mtime_ns
+    make(tmp_path, source, "prompts", size=5, index=0)
+    assert path.stat().st_mtime_ns == before
 
 
 # -- bundled data --------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_a_start_of_other_settings_is_refused(verifier):
 def test_the_validation_split_depends_on_the_prompt_alone():
     rows = [{"prompt_id": f"{n:032x}"} for n in range(2000)]
     train, validation = split(rows, 0.1)
-    again_train, again = split(list(reversed(rows)), 0.1)
+    _, again = split(list(reversed(rows)), 0.1)
     assert {r["prompt_id"] for r in validation} == {r["prompt_id"] for r in again}
     assert 140 < len(validation) < 260
     assert not {r["prompt_id"] for r in train} & {r["prompt_id"] for r in validation}

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -272,11 +273,50 @@ def test_claim_is_released_after_an_exception(tmp_path):
         pass
 
 
-def test_claim_whose_text_is_not_written_yet_counts_as_alive(tmp_path):
-    # Between creation and write a claim is empty; its owner is at work all the same.
-    (tmp_path / store.CLAIM).touch()
+def contend(folder, barrier, wins):
+    barrier.wait()
+    try:
+        store.Claim(folder).__enter__()
+        wins.put(os.getpid())
+    except UserError:
+        pass
+    barrier.wait()  # nobody ends while others still look whether it is alive
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_of_many_processes_one_gets_the_claim(tmp_path, dead):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(4):
+        folder, barrier, wins = tmp_path / str(attempt), context.Barrier(5), context.SimpleQueue()
+        if dead:
+            write_claim(folder, pid=dead_pid())
+        arguments = folder, barrier, wins
+        children = [context.Process(target=contend, args=arguments) for _ in range(5)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(10)
+            assert child.exitcode == 0
+        assert not wins.empty()
+        winner = wins.get()
+        assert wins.empty()
+        assert json.loads((folder / store.CLAIM).read_text())["pid"] == winner
+
+
+def test_claim_that_another_process_took_over_just_before_is_respected(tmp_path, monkeypatch):
+    write_claim(tmp_path, pid=dead_pid())
+    claim = store.Claim(tmp_path)
+    look = claim._owner
+
+    def look_too_early():
+        found = look()
+        write_claim(tmp_path, host="elsewhere")  # the faster process
+        return found
+
+    monkeypatch.setattr(claim, "_owner", look_too_early)
     with pytest.raises(UserError):
-        store.Claim(tmp_path).__enter__()
+        claim.__enter__()
+    assert json.loads((tmp_path / store.CLAIM).read_text())["host"] == "elsewhere"
 
 
 def test_an_owner_that_lost_its_claim_leaves_the_new_owners_claim_alone(tmp_path):
@@ -312,7 +352,11 @@ def test_unforeseen_error_shows_one_line_and_logs_its_traceback(tmp_path):
 
 def test_sigterm_releases_the_claim_and_has_a_status_of_its_own(tmp_path):
     body = "\n    ".join(
-        ["with store.Claim(Path(sys.argv[1])):", "    print('ready', flush=True)", "    time.sleep(30)"]
+        [
+            "with store.Claim(Path(sys.argv[1])):",
+            "    print('ready', flush=True)",
+            "    time.sleep(30)",
+        ]
     )
     process = subprocess.Popen(
         [sys.executable, "-c", IN_A_SCRIPT.format(body=body), str(tmp_path)], text=True,
@@ -336,6 +380,7 @@ def test_gc_removes_only_what_no_configuration_uses_and_nothing_claimed(
     monkeypatch.chdir(tmp_path)
     config = study(tmp_path) | {"store": name}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(gc, "DEFAULT", tmp_path / "c.yaml")
     used = [row["folder"] for row in Plan(check(config)).labels()["index"]]
     unused, claimed = "store/tokens/x/" + "0" * 16, "store/tokens/x/" + "1" * 16
     for folder in [*used, unused, claimed]:

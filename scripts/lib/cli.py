@@ -30,9 +30,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument(
-        "--log", type=Path, help="file that also receives the libraries' output"
-    )
+    result.add_argument("--log", type=Path, help="file that also receives the libraries' output")
     return result
 
 
@@ -144,6 +142,11 @@ class Progress:
             eta = f"{left:.0f} s left" if left != float("inf") else "no rate yet"
             log.info(
                 "%s: %d/%d %s, %.2f/s, %s%s",
-                self.what, self.done, self.total, self.unit, rate, eta,
+                self.what,
+                self.done,
+                self.total,
+                self.unit,
+                rate,
+                eta,
                 f", {note}" if note else "",
             )

@@ -88,11 +88,12 @@ def measure(target, model_dir: str, prompts: list[dict], settings: dict, work: P
     write_data(data, prompts, settings)
     report.unlink(missing_ok=True)
     limit = settings["max_seconds"] + 180
+    line = command(target, model_dir, data, report, settings)
     with open(log, "w") as stream:
         process = subprocess.Popen(
-            command(target, model_dir, data, report, settings), stdout=stream, stderr=subprocess.STDOUT,
+            line, stdout=stream, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
-            preexec_fn=server._die_with_parent,
+            preexec_fn=server.die_with_parent,
         )  # fmt: skip
         try:
             status = process.wait(limit)

@@ -5,96 +5,12 @@ The rules ask it for inputs and command line values; nothing else decides what
 a result is made from.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scripts.lib.errors import UserError
-from scripts.lib.identity import CONTRACTS, canonical_json, digest, part_key, pin_file, pin_tree
-from scripts.lib.store import MANIFEST
-
-
-@dataclass(frozen=True)
-class Node:
-    """One part: what it is made from, and where it lives.
-
-    Attributes:
-        parents: role -> Node or list of Nodes whose keys enter this key.
-        extra: inputs that enter the key without being files this part reads.
-        local: values the script needs that do not enter the key (paths).
-    """
-
-    store: str
-    stage: str
-    names: tuple[str, ...]
-    settings: dict
-    parents: dict = field(default_factory=dict)
-    extra: dict = field(default_factory=dict)
-    local: dict = field(default_factory=dict)
-
-    @property
-    def inputs(self) -> dict:
-        """Role -> key(s), as they enter the key."""
-        keys = {
-            role: [n.key for n in value] if isinstance(value, list) else value.key
-            for role, value in self.parents.items()
-        }
-        return keys | self.extra
-
-    @property
-    def key(self) -> str:
-        """The part's key."""
-        if "_key" not in self.__dict__:
-            object.__setattr__(self, "_key", part_key(self.stage, self.settings, self.inputs))
-        return self.__dict__["_key"]
-
-    @property
-    def name(self) -> str:
-        """Readable names, joined as a path."""
-        return "/".join(self.names)
-
-    @property
-    def folder(self) -> str:
-        """Folder of the part."""
-        return f"{self.store}/{self.stage}/{self.name}/{self.key}"
-
-    @property
-    def manifest(self) -> str:
-        """Path of the manifest, the part's only declared output."""
-        return f"{self.folder}/{MANIFEST}"
-
-    @property
-    def settings_json(self) -> str:
-        """The settings as one command line value."""
-        return canonical_json(self.settings)
-
-    def all_parents(self) -> list["Node"]:
-        """The parents of all roles in one list."""
-        return [
-            n for v in self.parents.values() for n in (v if isinstance(v, list) else [v])
-        ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Several parts of one stage that one job makes together.
-
-    Its manifest only says that the parts it names were finished; a plan asks for
-    it when some of the parts are missing, and refers to the parts themselves when
-    they are there.
-    """
-
-    folder: str
-    missing: tuple[Node, ...]
-
-    @property
-    def manifest(self) -> str:
-        """Path of the batch's manifest, named after the missing parts."""
-        key = digest([n.key for n in self.missing])
-        # A batch manifest can outlive its parts (removed by hand): then a new one is due.
-        attempt = 0
-        while Path(path := f"{self.folder}/batch-{key}-{attempt}/{MANIFEST}").exists():
-            attempt += 1
-        return path
+from scripts.lib.identity import CONTRACTS, pin_file, pin_tree
+from scripts.lib.nodes import Batch, Node
 
 
 class Plan:
@@ -108,13 +24,15 @@ class Plan:
     def __init__(self, config: dict, root: Path = Path()):
         self.config, self.root, self.store = config, Path(root), config["store"].rstrip("/")
         self._nodes: dict[tuple[str, str], Node] = {}
-        self._memo: dict[tuple, Node] = {}
+        self._memo: dict[tuple, Any] = {}
         self.last_epoch = config["study"]["epochs"]
 
     # -- helpers ---------------------------------------------------------------
 
     def _node(self, stage: str, names, settings, parents=None, extra=None, local=None) -> Node:
-        node = Node(self.store, stage, tuple(names), settings, parents or {}, extra or {}, local or {})
+        node = Node(
+            self.store, stage, tuple(names), settings, parents or {}, extra or {}, local or {}
+        )
         # Equal keys are one part, whatever names lead to it.
         return self._nodes.setdefault((stage, node.key), node)
 
@@ -265,7 +183,12 @@ class Plan:
         """One layer's states of one token shard."""
         settings = {"layer": layer, "dtype": self.config["hidden_states"]["dtype"]}
         parents = {"model": tokens.parents["model"], "tokens": tokens}
-        return self._node("hidden_states", [*tokens.names, f"layer-{layer:03d}" if layer >= 0 else "layer-last"], settings, parents)
+        return self._node(
+            "hidden_states",
+            [*tokens.names, f"layer-{layer:03d}" if layer >= 0 else "layer-last"],
+            settings,
+            parents,
+        )
 
     def layers(self, algorithm: str) -> list[int]:
         """The layer ids an algorithm's draft reads; the verifier's last layer is added later."""
@@ -299,19 +222,24 @@ class Plan:
             return self._memo[memo]
         recipe, spec = self.config["algorithms"][algorithm], self.config["strategies"][strategy]
         shards = self.token_shards(verifier, spec["teacher"], spec["pools"])
-        parents = {"model": self.model(verifier), "tokens": shards}
-        settings = {"samples": dict(sorted(spec["pools"].items()))}
+        parents: dict[str, Any] = {"model": self.model(verifier), "tokens": shards}
+        settings: dict[str, Any] = {"samples": dict(sorted(spec["pools"].items()))}
         own_teacher = self.teacher_name("self", verifier)
         if self.teacher_name(spec["teacher"], verifier) != own_teacher:
             # Accuracies of strategies compare on the verifier's own answers only.
-            few = {p: min(n, self.config["validation"]["own_samples"]) for p, n in spec["pools"].items()}
+            few = {
+                p: min(n, self.config["validation"]["own_samples"])
+                for p, n in spec["pools"].items()
+            }
             parents["own_tokens"] = self.token_shards(verifier, own_teacher, few)
             settings["own_samples"] = dict(sorted(few.items()))
         start = spec.get("start")
         if epoch > 1:
             parents["previous"] = self.speculator(verifier, algorithm, strategy, epoch - 1)
         elif start:
-            parents["start"] = self.speculator(verifier, algorithm, start["strategy"], start["epoch"])
+            parents["start"] = self.speculator(
+                verifier, algorithm, start["strategy"], start["epoch"]
+            )
         # A continued draft keeps its start's vocabulary: its weights are tied to it.
         origin = parents.get("previous") or parents.get("start")
         parents["vocab"] = (
@@ -328,10 +256,8 @@ class Plan:
                 *map(str, self.layers(algorithm)),
             ]
         }  # fmt: skip
-        node = self._node(
-            "speculators", [verifier, algorithm, strategy, f"epoch-{epoch}"], settings, parents, extra,
-            local={"algorithm": algorithm},
-        )  # fmt: skip
+        names, local = [verifier, algorithm, strategy, f"epoch-{epoch}"], {"algorithm": algorithm}
+        node = self._node("speculators", names, settings, parents, extra, local)
         self._memo[memo] = node
         return node
 
@@ -342,13 +268,17 @@ class Plan:
 
     # -- benchmarks ------------------------------------------------------------
 
-    def _benchmark(self, names, model: Node, speculator: Node | None, workload: str, settings) -> Node:
+    def _benchmark(
+        self, names, model: Node, speculator: Node | None, workload: str, settings
+    ) -> Node:
         parents = {"model": model, "workload": self.workload(workload)}
         if speculator:
             parents["speculator"] = speculator
         return self._node("benchmarks", names, settings, parents)
 
-    def acceptance(self, verifier, checkpoint, workload: str, concurrency: int | None = None) -> Node:
+    def acceptance(
+        self, verifier, checkpoint, workload: str, concurrency: int | None = None
+    ) -> Node:
         """Acceptance (or, without a speculator, plain greedy output) on one workload.
 
         Args:
@@ -372,7 +302,9 @@ class Plan:
         """Latency under one fixed concurrency on one workload (arguments as `acceptance`)."""
         bench = self.config["benchmark"]
         spec = bench["latency"]
-        settings = {k: spec[k] for k in ("requests_per_stream", "max_seconds", "max_tokens", "hardware")}
+        settings = {
+            k: spec[k] for k in ("requests_per_stream", "max_seconds", "max_tokens", "hardware")
+        }
         settings |= {
             "kind": "latency", "k": bench["k"] if checkpoint else 0, "concurrency": concurrency,
             "temperature": bench["temperature"], "max_model_len": bench["max_model_len"],
@@ -416,9 +348,9 @@ class Plan:
             ]
         return parts
 
-    def servers(self) -> list[tuple[str, tuple[str, str, int] | None]]:
+    def servers(self) -> list[tuple[str, Any]]:
         """Every (verifier, checkpoint or None) that is benchmarked: one server start each."""
-        bare = [(v, None) for v in self.config["study"]["verifiers"]]
+        bare: list[tuple[str, Any]] = [(v, None) for v in self.config["study"]["verifiers"]]
         return bare + self.checkpoints()
 
     # -- the whole -------------------------------------------------------------
@@ -467,7 +399,7 @@ class Plan:
             "pools": [{"pool": p, "folder": f} for p, f in sorted(pools)],
             "workloads": [
                 {"workload": w, "folder": self.workload(w).folder}
-                for w in dict.fromkeys([*config["study"]["workloads"], *bench["latency"]["workloads"]])
+                for w in dict.fromkeys(config["study"]["workloads"] + bench["latency"]["workloads"])
             ],
             "index": [
                 {"stage": n.stage, "name": n.name, "key": n.key, "folder": n.folder}
@@ -484,7 +416,7 @@ class Plan:
             names += study["workloads"]
         latency = bench["latency"]
         names += [w for w in latency["workloads"] for _ in latency["concurrencies"]]
-        return zip(self.benchmark_parts(verifier, checkpoint), names)
+        return zip(self.benchmark_parts(verifier, checkpoint), names, strict=True)
 
     def model_text(self, name: str) -> str:
         """Return a model's source and revision as text."""

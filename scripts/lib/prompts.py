@@ -112,7 +112,8 @@ def load(paths: list[Path], seed: int) -> tuple[list[dict], Counter]:
     Raises:
         UserError: when nothing usable is left.
     """
-    rows, lost = {}, Counter()
+    rows: dict[str, dict] = {}
+    lost: Counter = Counter()
     for path in paths:
         for number, row in read_rows(path):
             try:

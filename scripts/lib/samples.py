@@ -30,7 +30,9 @@ def read_tokens(folders: list[Path], samples: dict[str, int]) -> list[dict]:
     rows, highest = [], dict.fromkeys(samples, 0)
     for shard, folder in enumerate(folders):
         pool = pool_of(folder)
-        for number, row in enumerate(tables.read(folder, "tokens.parquet", "tokens", tables.TOKENS)):
+        for number, row in enumerate(
+            tables.read(folder, "tokens.parquet", "tokens", tables.TOKENS)
+        ):
             highest[pool] = max(highest[pool], row["rank"] + 1)
             if row["rank"] < samples[pool]:
                 rows.append(row | {"shard": shard, "row": number})
@@ -66,5 +68,3 @@ def check_disjoint(train: list[dict], validation: list[dict]) -> None:
             "Raise the sample count or `validation.share`."
         )
     assert not {r["prompt_id"] for r in train} & {r["prompt_id"] for r in validation}
-
-

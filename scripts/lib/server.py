@@ -5,6 +5,7 @@ signal) it and all its descendants are stopped; if this process is killed
 outright, the kernel sends the server SIGTERM.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -35,7 +36,7 @@ _COUNTER = re.compile(
 _POSITION = re.compile(r'position="(\d+)"')
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -60,7 +61,7 @@ def parse_counters(text: str) -> Counter:
             continue
         kind, labels, value = match.groups()
         if kind == "accepted_tokens_per_pos":
-            name = "accepted_" + _POSITION.search(labels).group(1)
+            name = "accepted_" + _POSITION.findall(labels)[0]
         else:
             name = names[kind]
         result[name] += int(float(value))
@@ -94,7 +95,9 @@ class Server:
         seed: engine seed.
     """
 
-    def __init__(self, model_dir, template, runtime, log_file, max_model_len, speculative=None, seed=0):
+    def __init__(
+        self, model_dir, template, runtime, log_file, max_model_len, speculative=None, seed=0
+    ):
         self.runtime, self.log_file, self.speculative = runtime, Path(log_file), speculative
         self.port, self.key = free_port(), secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -136,7 +139,7 @@ class Server:
         with open(self.log_file, "w") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment, start_new_session=True, preexec_fn=_die_with_parent,
+                env=environment, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         try:
             self._wait_until_ready(started)
@@ -159,7 +162,7 @@ class Server:
 
     def check_alive(self) -> None:
         """Raise a UserError when the server process has ended."""
-        code = self.process.poll()
+        code = self.process.poll() if self.process else None
         if code is not None:
             raise UserError(
                 f"the vLLM server ended with status {code}: {self._last_error()} (whole log: "
@@ -222,10 +225,8 @@ class Server:
                 continue
         if self.process.poll() is None:
             self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         _, alive = psutil.wait_procs(family, timeout=5)
         for survivor in alive:
             try:

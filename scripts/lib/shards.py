@@ -42,11 +42,17 @@ class ShardWriter:
         ids = np.frombuffer(bytes.fromhex("".join(prompt_ids)), dtype=np.uint8)
         small = self.offsets.tobytes() + ids.tobytes()
         states_bytes = int(self.offsets[-1]) * hidden * _BYTES[self.dtype]
-        header = {"__metadata__": metadata}
+        header: dict[str, dict] = {"__metadata__": metadata}
         for name, dtype, shape, start, size in (
             ("offsets", "I64", [len(self.offsets)], 0, self.offsets.nbytes),
             ("prompt_ids", "U8", [len(prompt_ids), 16], self.offsets.nbytes, ids.nbytes),
-            ("states", _NAMES[self.dtype], [int(self.offsets[-1]), hidden], len(small), states_bytes),
+            (
+                "states",
+                _NAMES[self.dtype],
+                [int(self.offsets[-1]), hidden],
+                len(small),
+                states_bytes,
+            ),
         ):
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
         text = json.dumps(header).encode()
@@ -132,7 +138,10 @@ class LayerShard:
         path = store.data_file(folder, FILE, manifest)
         self._file = safe_open(str(path), framework="pt")
         meta = self._file.metadata() or {}
-        if meta.get("contract") != str(CONTRACTS["hidden_states"]) or meta.get("key") != manifest["key"]:
+        if (
+            meta.get("contract") != str(CONTRACTS["hidden_states"])
+            or meta.get("key") != manifest["key"]
+        ):
             raise UserError(
                 f"{path}: expected key {manifest['key']}, found {meta.get('key')}. Remove the "
                 f"folder {folder}; the next run makes it again."

@@ -85,7 +85,7 @@ def counters(rows: list[dict], k: int) -> np.ndarray:
     Raises:
         UserError: when a row contradicts itself; its text has no file name.
     """
-    result = np.zeros((len(rows), 3 + k), dtype=np.int64)
+    result: np.ndarray = np.zeros((len(rows), 3 + k), dtype=np.int64)
     for line, row in zip(result, rows, strict=True):
         try:
             positions = [int(n) for n in row["accepted_per_position"]]
@@ -173,7 +173,8 @@ def summarise(parts: dict[tuple[str, str], np.ndarray], samples: int, seed: int)
     Returns:
         (part key, workload), "macro" and "pooled" -> table columns.
     """
-    result, points, lengths, draws = {}, [], [], []
+    result: dict = {}
+    points, lengths, draws = [], [], []
     # The order of the sums decides the last bits; the plan's order must not.
     for name in sorted(parts):
         values = parts[name]
@@ -189,7 +190,8 @@ def summarise(parts: dict[tuple[str, str], np.ndarray], samples: int, seed: int)
             lengths.append(None if drawn is None else rates(drawn)["acceptance_length"])
     total = np.sum([values.sum(axis=0) for values in parts.values()], axis=0)
     pooled = macro = rates(total)
-    pooled_range = macro_range = (None, None)
+    pooled_range: tuple[float | None, float | None] = (None, None)
+    macro_range = pooled_range
     if points:
         macro = {ratio: np.mean([p[ratio] for p in points], axis=0) for ratio in points[0]}
         if all(d is not None for d in draws):

@@ -225,6 +225,11 @@ class Part:
         """Whether the manifest exists: another workflow may have made the part meanwhile."""
         return (self.folder / MANIFEST).exists()
 
+    @property
+    def title(self) -> str:
+        """Readable names, as in the path."""
+        return title_of(self.folder, self.stage)
+
     def __enter__(self):
         self._claim.__enter__()
         self._start, self._clock = now(), time.monotonic()
@@ -272,6 +277,13 @@ class Part:
 def key_of(folder: Path) -> str:
     """Return the key of a finished part from its manifest (not from its path)."""
     return read_manifest(Path(folder))["key"]
+
+
+def title_of(folder: Path, stage: str) -> str:
+    """Return the names between the stage and the key of a part's or batch's folder."""
+    parts = Path(folder).parts
+    first = len(parts) - parts[::-1].index(stage) if stage in parts else 0
+    return "/".join(parts[first:-1])
 
 
 def looks_like_key(name: str) -> bool:
