@@ -24,7 +24,10 @@ from scripts.lib.plan import Plan
 from scripts.lib.store import write_json
 
 
-configfile: Path(workflow.basedir) / "config" / "config.yaml"
+# A study file stands alone: laid over the demo it would inherit the demo's pools.
+if not workflow.overwrite_configfiles:
+
+    configfile: Path(workflow.basedir) / "config" / "config.yaml"
 
 
 include: "rules/common.smk"

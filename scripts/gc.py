@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import yaml
-from snakemake.utils import update_config
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, store
@@ -21,14 +20,6 @@ from scripts.lib.config import check
 from scripts.lib.plan import Plan
 
 DEFAULT = Path(__file__).resolve().parents[1] / "config" / "config.yaml"
-
-
-def merged(default: Path, study: Path) -> dict:
-    """Lay a study file over the default configuration, as Snakemake's --configfile does."""
-    config = yaml.safe_load(default.read_text())
-    if study.resolve() != default:
-        update_config(config, yaml.safe_load(study.read_text()))
-    return config
 
 
 def unused(root: Path, used: set[str]) -> list[tuple[Path, int]]:
@@ -48,7 +39,7 @@ def main(args) -> None:
     used: set[str] = set()
     stores = set()
     for path in args.configfile:
-        plan = Plan(check(merged(DEFAULT, path)))
+        plan = Plan(check(yaml.safe_load(path.read_text())))
         used |= {str(Path(row["folder"]).resolve()) for row in plan.labels()["index"]}
         stores.add(Path(plan.store).resolve())
     total = 0

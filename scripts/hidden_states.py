@@ -30,9 +30,9 @@ def resolve_layer(layer: int, count: int) -> int:
     """Turn a configured layer id into the id k = number of decoder layers passed.
 
     Raises:
-        UserError: when the model has fewer layers.
+        UserError: when the model has no such layer.
     """
-    if layer > count:
+    if not -1 <= layer <= count:
         raise UserError(
             f"layer {layer} is asked for, the verifier has {count} layers (ids 0 to {count}). "
             "Mend `layers` of the algorithm."

@@ -46,10 +46,15 @@ def status_of(content: str, token_ids: list[int], finish_reason: str) -> str:
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Split `<think>..</think>answer` into (reasoning, content); the opening tag may be missing."""
+    """Split `<think>..</think>answer` into (reasoning, content).
+
+    The opening tag may be missing (some templates write it into the prompt). An
+    answer cut inside its reasoning has no content.
+    """
     head, tag, tail = text.partition("</think>")
     if not tag:
-        return "", text
+        opened = text.lstrip().startswith("<think>")
+        return (text.replace("<think>", "", 1).strip(), "") if opened else ("", text)
     return head.replace("<think>", "", 1).strip(), tail.strip()
 
 

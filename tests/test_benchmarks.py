@@ -315,9 +315,10 @@ def guidellm_command(tmp_path):
 
 
 def test_guidellm_command_asks_for_one_fixed_concurrency(tmp_path):
-    words = guidellm_command(tmp_path)
+    file = Path(guidellm_command(tmp_path)[-1])
+    words = json.loads(file.read_text())
     text = " ".join(words)
-    assert Path(words[0]).name == "guidellm"
+    assert words[0] == "run"
     assert "kind=concurrent,streams=3" in words
     assert "kind=max_requests,count=12" in words and "kind=max_duration,seconds=60" in words
     assert f"kind=json_file,path={tmp_path}/d.jsonl" in words
@@ -326,7 +327,10 @@ def test_guidellm_command_asks_for_one_fixed_concurrency(tmp_path):
 
 def test_guidellm_command_does_not_show_the_servers_key(tmp_path):
     """Every user of the node can read command lines."""
-    assert not any(FakeServer.key in word for word in guidellm_command(tmp_path))
+    words = guidellm_command(tmp_path)
+    assert not any(FakeServer.key in word for word in words)
+    assert FakeServer.key in Path(words[-1]).read_text()
+    assert Path(words[-1]).stat().st_mode & 0o077 == 0
 
 
 def test_request_file_has_one_line_per_request_and_repeats_the_prompts_in_turn(tmp_path):

@@ -61,7 +61,6 @@ DEMO = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
             {"tokens.max_length": 129},
             ["tokens.max_length is 129", "algorithms.a.total_seq_len is 128"],
         ),
-        ({"pools.q.path": "p.jsonl"}, ["pools.q equals pools.p"]),
         (
             {"benchmark.latency.epochs": [1, 3]},
             ["benchmark.latency.epochs", "[3]", "study.epochs is 2"],

@@ -14,7 +14,6 @@ from scripts import links
 from scripts.lib.config import check
 from scripts.lib.errors import UserError
 from scripts.lib.plan import Plan
-from scripts.lib.samples import pool_of
 
 CHECKPOINTS = r"^benchmarks/\w+/[ab]\."
 OF_OTHER = (
@@ -99,8 +98,9 @@ def test_names_of_the_catalogue_are_in_no_key(root, base):
         ({"models.other.version": "2.0"}, r"^models/other$|" + OF_OTHER),
         ({"models.small.chat_template": "w3.jsonl"}, r"^\w+/small(/|$)"),
         ({"algorithms.a.lr": 0.5}, r"^speculators/\w+/a/|^benchmarks/\w+/a\."),
+        # `family` shares its parts with `own` for one verifier, and keeps them.
         ({"strategies.own.schedule_epochs": 3},
-         r"^speculators/\w+/[ab]/(own|family)/|^benchmarks/\w+/[ab]\.(own|family)\."),
+         r"^speculators/\w+/[ab]/own/|^benchmarks/\w+/[ab]\.own\."),
         ({"tokens.max_length": 77}, rf"^(tokens|hidden_states|vocab|speculators)/|{CHECKPOINTS}"),
         ({"pools.p.shard_size": 20}, rf"/p/shard-|^(vocab|speculators)/|{CHECKPOINTS}"),
         ({"pools.q.shard_size": 20}, r"/q/shard-|/hybrid/|\.hybrid\."),
@@ -127,10 +127,7 @@ def test_names_of_the_catalogue_are_in_no_key(root, base):
 def test_one_setting_changes_exactly_the_keys_that_depend_on_it(root, base, changes, changed):
     after = parts(make_plan(root, changes))
     found = {n for n in base.keys() | after.keys() if base.get(n) != after.get(n)}
-    # The alias is named after its first strategy; when the alias ends, its second name appears.
     expected = {n for n in base.keys() | after.keys() if changed and re.search(changed, n)}
-    if "strategies.own.schedule_epochs" in changes:
-        expected = {n for n in expected if not re.search(r"small.*family", n)}
     assert sorted(found) == sorted(expected)
     assert bool(found) == bool(changed)
 
@@ -313,7 +310,7 @@ def test_batch_holds_only_the_missing_parts_and_none_when_all_exist(tmp_path):
 
 def test_batch_gets_a_fresh_name_when_its_manifest_outlived_its_parts(tmp_path):
     plan = make_plan(tmp_path)
-    nodes = plan.benchmark_parts("small", ("a", "own", 1))
+    nodes = [n for _, n in plan.benchmark_parts("small", ("a", "own", 1))]
     names = []
     for _ in range(3):
         path = Path(plan.batch(nodes).manifest)
@@ -328,7 +325,7 @@ def test_parts_of_one_server_are_one_batch_and_of_two_servers_two(root):
     plan = make_plan(root)
     folder = {}
     for server in plan.servers():
-        found = {plan.batch_folder(n) for n in plan.benchmark_parts(*server)}
+        found = {plan.batch_folder(n) for _, n in plan.benchmark_parts(*server)}
         assert len(found) == 1
         folder[server] = found.pop()
     alias = folder.pop(("large", ("a", "own", 1)))
@@ -372,9 +369,12 @@ def test_labels_name_every_combination_and_agree_with_the_plan(root):
     plan = make_plan(root)
     labels = json.loads(json.dumps(plan.labels()))
     index = {row["folder"]: row for row in labels["index"]}
-    assert len(index) == len(labels["index"])
+    names = [(row["stage"], row["name"]) for row in labels["index"]]
+    assert len(set(names)) == len(names)
     for row in labels["index"]:
-        assert row["folder"] == f"{root}/store/{row['stage']}/{row['name']}/{row['key']}"
+        # An alias has a row of its own that leads to the same part.
+        assert row["folder"].startswith(f"{root}/store/{row['stage']}/")
+        assert row["folder"].endswith(f"/{row['key']}")
     for table, stage in (
         ("acceptance", "benchmarks"), ("latency", "benchmarks"), ("training", "speculators"),
         ("pools", "prompts"), ("workloads", "workloads"),
@@ -414,13 +414,11 @@ def test_workloads_of_equal_content_keep_their_own_labels(root):
     assert len({r["key"] for r in rows}) == 2
 
 
-def test_pools_of_equal_content_are_found_by_the_strategy_that_names_them(root):
+def test_pools_of_equal_content_are_refused(root):
     (root / "copy.jsonl").write_bytes((root / "p.jsonl").read_bytes())
     pool = {"source": "file", "path": "copy.jsonl", "shard_size": 10}
-    plan = make_plan(root, {"pools.copy": pool, "strategies.cross.pools": {"copy": 25}})
-    for node in plan.nodes("speculators"):
-        found = {pool_of(Path(t.folder)) for t in node.parents["tokens"]}
-        assert found == node.settings["samples"].keys(), node.name
+    with pytest.raises(UserError, match="pools p and copy have the same content"):
+        make_plan(root, {"pools.copy": pool, "strategies.cross.pools": {"copy": 25}})
 
 
 def test_links_lead_to_the_finished_parts_and_follow_the_configuration(tmp_path):

@@ -303,20 +303,18 @@ def test_of_many_processes_one_gets_the_claim(tmp_path, dead):
         assert json.loads((folder / store.CLAIM).read_text())["pid"] == winner
 
 
-def test_claim_that_another_process_took_over_just_before_is_respected(tmp_path, monkeypatch):
+def test_a_takeover_in_progress_is_not_joined(tmp_path):
     write_claim(tmp_path, pid=dead_pid())
-    claim = store.Claim(tmp_path)
-    look = claim._owner
-
-    def look_too_early():
-        found = look()
-        write_claim(tmp_path, host="elsewhere")  # the faster process
-        return found
-
-    monkeypatch.setattr(claim, "_owner", look_too_early)
-    with pytest.raises(UserError):
-        claim.__enter__()
-    assert json.loads((tmp_path / store.CLAIM).read_text())["host"] == "elsewhere"
+    lock = tmp_path / (store.CLAIM + ".takeover")
+    lock.touch()
+    with pytest.raises(UserError), store.Claim(tmp_path):
+        pass
+    old = time.time() - 2 * store.STALE_SECONDS
+    os.utime(lock, (old, old))  # its process was killed half-way
+    with pytest.raises(UserError), store.Claim(tmp_path):
+        pass
+    with store.Claim(tmp_path):
+        assert json.loads((tmp_path / store.CLAIM).read_text())["pid"] == os.getpid()
 
 
 def test_an_owner_that_lost_its_claim_leaves_the_new_owners_claim_alone(tmp_path):
@@ -381,7 +379,7 @@ def test_gc_removes_only_what_no_configuration_uses_and_nothing_claimed(
     config = study(tmp_path) | {"store": name}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr(gc, "DEFAULT", tmp_path / "c.yaml")
-    used = [row["folder"] for row in Plan(check(config)).labels()["index"]]
+    used = {row["folder"] for row in Plan(check(config)).labels()["index"]}
     unused, claimed = "store/tokens/x/" + "0" * 16, "store/tokens/x/" + "1" * 16
     for folder in [*used, unused, claimed]:
         os.makedirs(folder)

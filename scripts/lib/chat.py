@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
+
+_MARK = "\u241ecf83e1357eef\u241e"
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -46,17 +50,32 @@ class Renderer:
 
     def text(self, messages: list[dict], generation_prompt: bool) -> str:
         """Render messages as text."""
-        return self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False,
-            add_generation_prompt=generation_prompt,
-        )  # fmt: skip
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )  # fmt: skip
+        except TemplateError as error:
+            raise RenderError(f"template refuses the conversation: {error}") from error
+
+    def _ending(self, turns: list[dict], prefix: str) -> str:
+        """Return what the template puts after the content of the last of `turns`.
+
+        The content itself may look like part of the ending ("n", "|"), so a content
+        that occurs nowhere else marks the place.
+        """
+        marked = self.text([*turns[:-1], turns[-1] | {"content": _MARK}], False)
+        head, mark, ending = marked.rpartition(_MARK)
+        if not mark or not head.startswith(prefix):
+            raise RenderError("template changes the answer's text")
+        return ending
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
-    def _answer(self, span: str, content: str, complete: bool) -> tuple[list[int], int]:
+    def _answer(self, span: str, ending: str, complete: bool) -> tuple[list[int], int]:
         """Tokenise an assistant turn; return its ids and how many are supervised."""
-        end = span.rfind(content) + len(content)
+        end = len(span) - len(ending)
         body = self._ids(span[:end])
         if self.tokenizer.decode(body, skip_special_tokens=False) != span[:end]:
             raise RenderError("text does not survive the tokenizer")
@@ -102,11 +121,14 @@ class Renderer:
                 if last:
                     raise RenderError("template rewrites the conversation")
                 continue  # a history turn that the template shows differently
-            span = whole[len(prefix) :]
-            if turn["content"] not in span:
+            span, ending = whole[len(prefix) :], self._ending(turns[: index + 1], prefix)
+            text = span.removesuffix(ending)
+            if not (span.endswith(ending) and text.endswith(turn["content"])):
                 raise RenderError("template changes the answer's text")
+            if last and reasoning.strip() not in text:
+                raise RenderError("template drops the reasoning")
             before = self._ids(full[position : len(prefix)])
-            answer_ids, supervised = self._answer(span, turn["content"], complete or not last)
+            answer_ids, supervised = self._answer(span, ending, complete or not last)
             ids += before + answer_ids
             mask += [False] * len(before)
             mask += [True] * supervised + [False] * (len(answer_ids) - supervised)

@@ -35,7 +35,11 @@ def _fill(value, schema: dict, root: dict):
             for key in filled.keys() - schema.get("properties", {}).keys():
                 filled[key] = _fill(filled[key], extra, root)
         return filled
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_fill(v, schema.get("items", {}), root) for v in value]
+    if schema.get("type") == "integer" and isinstance(value, float):
+        return int(value)  # JSON schema takes 5.0e+3 for an integer
+    return value
 
 
 def _explain(error: jsonschema.ValidationError) -> str:
@@ -124,11 +128,6 @@ def check(config: dict) -> dict:
                 f"algorithms.{name}.total_seq_len is {room}: longer rows fit no batch. Lower "
                 "max_length or raise total_seq_len."
             )
-    seen_pools: dict[str, str] = {}
-    for name, pool in pools.items():
-        same = seen_pools.setdefault(repr((pool["path"], pool["shard_size"])), name)
-        if same != name:
-            raise UserError(f"configuration: pools.{name} equals pools.{same}. Keep one of them.")
     if late := [e for e in latency["epochs"] if e > study["epochs"]]:
         raise UserError(
             f"configuration: benchmark.latency.epochs names {late}, but study.epochs is "

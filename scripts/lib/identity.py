@@ -51,7 +51,9 @@ def normalise(value):
 
 def canonical_json(value) -> str:
     """Serialise `value` so that equal meanings give equal text."""
-    return json.dumps(normalise(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(
+        normalise(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def digest(value) -> str:

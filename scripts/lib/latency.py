@@ -16,8 +16,8 @@ _METRICS = {  # ours -> (GuideLLM's, factor to our unit)
 }
 
 
-def command(target: server.Server, model_dir: str, data: Path, report: Path, settings: dict):
-    """Return GuideLLM's command line (the API key travels in a file, not in the arguments)."""
+def guidellm_arguments(target, model_dir: str, data: Path, report: Path, settings: dict) -> list:
+    """Return the arguments of the `guidellm` command."""
     requests = settings["requests_per_stream"] * settings["concurrency"]
     backend = {
         "kind": "openai_http", "target": target.url, "model": server.MODEL_NAME,
@@ -25,7 +25,7 @@ def command(target: server.Server, model_dir: str, data: Path, report: Path, set
         "extras": {"body": {"temperature": settings["temperature"]}},
     }  # fmt: skip
     return [
-        str(Path(sys.executable).with_name("guidellm")), "run", "--backend", json.dumps(backend),
+        "run", "--backend", json.dumps(backend),
         "--tokenizer", f"kind=huggingface_auto,model={model_dir}",
         "--data", f"kind=json_file,path={data}",
         "--profile", f"kind=concurrent,streams={settings['concurrency']}",
@@ -34,6 +34,21 @@ def command(target: server.Server, model_dir: str, data: Path, report: Path, set
         "--seed", f"kind=static,value={settings['seed']}",
         "--output", f"kind=json,path={report}", "--disable-progress",
     ]  # fmt: skip
+
+
+def command(target, model_dir: str, data: Path, report: Path, settings: dict) -> list[str]:
+    """Return the command line that runs GuideLLM.
+
+    The arguments hold the server's key, and every user of a node can read command
+    lines, so they go through a file that only this user can read.
+    """
+    file = data.with_name("guidellm-arguments.json")
+    file.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(guidellm_arguments(target, model_dir, data, report, settings), stream)
+    code = "import json, sys; from guidellm.__main__ import cli; cli(json.load(open(sys.argv[1])))"
+    return [sys.executable, "-c", code, str(file)]
 
 
 def write_data(path: Path, prompts: list[dict], settings: dict) -> None:

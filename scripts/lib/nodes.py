@@ -15,6 +15,7 @@ class Node:
         parents: role -> Node or list of Nodes whose keys enter this key.
         extra: inputs that enter the key without being files this part reads.
         local: values the script needs that do not enter the key (paths).
+        aliases: all names that lead to this key in the plan, `names` included.
     """
 
     store: str
@@ -24,6 +25,7 @@ class Node:
     parents: dict = field(default_factory=dict)
     extra: dict = field(default_factory=dict)
     local: dict = field(default_factory=dict)
+    aliases: list = field(default_factory=list)
 
     @property
     def inputs(self) -> dict:
@@ -42,9 +44,22 @@ class Node:
         return self.__dict__["_key"]
 
     @property
+    def location(self) -> tuple[str, ...]:
+        """The names in the part's path: those it was made under, or the first in order.
+
+        Which alias comes first in a configuration must not move a finished part.
+        """
+        candidates = sorted(self.aliases) or [self.names]
+        if len(candidates) > 1:
+            for names in candidates:
+                if Path("/".join([self.store, self.stage, *names, self.key, MANIFEST])).exists():
+                    return names
+        return candidates[0]
+
+    @property
     def name(self) -> str:
-        """Readable names, joined as a path."""
-        return "/".join(self.names)
+        """The names of `location`, joined as a path."""
+        return "/".join(self.location)
 
     @property
     def folder(self) -> str:

@@ -34,7 +34,10 @@ class Plan:
             self.store, stage, tuple(names), settings, parents or {}, extra or {}, local or {}
         )
         # Equal keys are one part, whatever names lead to it.
-        return self._nodes.setdefault((stage, node.key), node)
+        node = self._nodes.setdefault((stage, node.key), node)
+        if tuple(names) not in node.aliases:
+            node.aliases.append(tuple(names))
+        return node
 
     def get(self, stage: str, key: str) -> Node:
         """Return the node of a key, after the whole plan was laid out.
@@ -64,9 +67,12 @@ class Plan:
     def batch_folder(part: Node) -> str:
         """Return the folder that the parts made together with `part` share."""
         if part.stage == "hidden_states":
-            names, anchor = part.names[:-1], part.parents["tokens"]
+            names, anchor = part.location[:-1], part.parents["tokens"]
         else:
-            names, anchor = part.names[:-2], part.parents.get("speculator", part.parents["model"])
+            names, anchor = (
+                part.location[:-2],
+                part.parents.get("speculator", part.parents["model"]),
+            )
         return "/".join([part.store, part.stage, *names, anchor.key])
 
     def batch_parts(self, stage: str, folder: str) -> list[Node]:
@@ -122,6 +128,11 @@ class Plan:
         """One shard of a pool."""
         entry = self.config["pools"][pool]
         paths, pins = self._source(entry)
+        twin = self._memo.setdefault(("pool", *pins, entry["shard_size"]), pool)
+        if twin != pool:
+            raise UserError(
+                f"configuration: the pools {twin} and {pool} have the same content. Keep one."
+            )
         settings = {
             "pins": pins, "seed": self.config["seed"], "size": entry["shard_size"], "index": index,
         }  # fmt: skip
@@ -162,14 +173,17 @@ class Plan:
         settings |= {"seed": self.config["seed"]}
         prompts = self.prompts(pool, index)
         parents = {"model": self.model(entry["model"]), "prompts": prompts}
-        return self._node("responses", [teacher, *prompts.names], settings, parents)
+        names = [teacher, pool, f"shard-{index:05d}"]
+        return self._node("responses", names, settings, parents)
 
     def tokens(self, verifier: str, teacher: str, pool: str, index: int) -> Node:
         """One response shard under the verifier's tokenizer and template."""
-        responses = self.responses(self.teacher_name(teacher, verifier), pool, index)
+        teacher = self.teacher_name(teacher, verifier)
+        responses = self.responses(teacher, pool, index)
         settings = {"max_length": self.config["tokens"]["max_length"]}
         parents = {"model": self.model(verifier), "responses": responses}
-        return self._node("tokens", [verifier, *responses.names], settings, parents)
+        names = [verifier, teacher, pool, f"shard-{index:05d}"]
+        return self._node("tokens", names, settings, parents)
 
     def token_shards(self, verifier: str, teacher: str, pools: dict[str, int]) -> list[Node]:
         """All token shards that hold the first n samples of each pool (pool order: by name)."""
@@ -330,21 +344,20 @@ class Plan:
             for s in study["strategies"] for e in range(1, study["epochs"] + 1)
         ]  # fmt: skip
 
-    def benchmark_parts(self, verifier: str, checkpoint) -> list[Node]:
-        """All benchmark parts of one checkpoint, or of the bare verifier (None)."""
-        bench, study = self.config["benchmark"], self.config["study"]
-        parts = [self.acceptance(verifier, checkpoint, w) for w in study["workloads"]]
-        if checkpoint is None and study["workloads"]:
-            parts += [
-                self.acceptance(verifier, None, w, bench["control_concurrency"])
-                for w in study["workloads"]
-            ]
-        epochs = bench["latency"]["epochs"] or [self.last_epoch]
+    def benchmark_parts(self, verifier: str, checkpoint) -> list[tuple[str, Node]]:
+        """All (workload, part) benchmarks of one checkpoint, or of the bare verifier (None)."""
+        bench, workloads = self.config["benchmark"], self.config["study"]["workloads"]
+        latency = bench["latency"]
+        parts = [(w, self.acceptance(verifier, checkpoint, w)) for w in workloads]
+        if checkpoint is None:
+            other = bench["control_concurrency"]
+            parts += [(w, self.acceptance(verifier, None, w, other)) for w in workloads]
+        epochs = latency["epochs"] or [self.last_epoch]
         if checkpoint is None or checkpoint[2] in epochs:
             parts += [
-                self.latency(verifier, checkpoint, w, c)
-                for w in bench["latency"]["workloads"]
-                for c in bench["latency"]["concurrencies"]
+                (w, self.latency(verifier, checkpoint, w, c))
+                for w in latency["workloads"]
+                for c in latency["concurrencies"]
             ]
         return parts
 
@@ -359,7 +372,7 @@ class Plan:
         """Lay out the whole plan; return the benchmark parts, its leaves."""
         if ("targets",) not in self._memo:
             self._memo["targets",] = [
-                n for v, c in self.servers() for n in self.benchmark_parts(v, c)
+                n for v, c in self.servers() for _, n in self.benchmark_parts(v, c)
             ]
             # Starts of strategies are trained too, though not benchmarked.
             for node in [n for (s, _), n in self._nodes.items() if s == "speculators"]:
@@ -380,7 +393,7 @@ class Plan:
             if checkpoint:
                 node = self.speculator(verifier, *checkpoint)
                 training.append(labels | {"folder": node.folder, "key": node.key})
-            for node, workload in self._labelled_parts(verifier, checkpoint):
+            for workload, node in self.benchmark_parts(verifier, checkpoint):
                 row = labels | node.settings | {
                     "workload": workload, "folder": node.folder, "key": node.key}  # fmt: skip
                 if node.settings["kind"] == "latency":
@@ -402,21 +415,11 @@ class Plan:
                 for w in dict.fromkeys(config["study"]["workloads"] + bench["latency"]["workloads"])
             ],
             "index": [
-                {"stage": n.stage, "name": n.name, "key": n.key, "folder": n.folder}
+                {"stage": n.stage, "name": "/".join(names), "key": n.key, "folder": n.folder}
                 for n in self._nodes.values()
+                for names in n.aliases
             ],
         }  # fmt: skip
-
-    def _labelled_parts(self, verifier: str, checkpoint):
-        # A part's own names are those of the first plan entry with its key; the
-        # workload's label has to be the one asked for.
-        bench, study = self.config["benchmark"], self.config["study"]
-        names = list(study["workloads"])
-        if checkpoint is None:
-            names += study["workloads"]
-        latency = bench["latency"]
-        names += [w for w in latency["workloads"] for _ in latency["concurrencies"]]
-        return zip(self.benchmark_parts(verifier, checkpoint), names, strict=True)
 
     def model_text(self, name: str) -> str:
         """Return a model's source and revision as text."""

@@ -39,17 +39,23 @@ def to_messages(row: dict) -> list[dict[str, str]]:
     elif row.get("messages") is not None or isinstance(row.get("prompt"), list):
         turns = row["messages"] if row.get("messages") is not None else row["prompt"]
     elif row.get("conversations") is not None:
-        turns = [
-            {"role": _SHAREGPT_ROLES.get(t.get("from"), "unknown"), "content": t.get("value")}
-            for t in row["conversations"]
-        ]
+        turns = row["conversations"]
     else:
         raise BadRow("no prompt, messages or conversations")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise BadRow("conversation is not a list of turns")
+    if row.get("messages") is None and row.get("conversations") is not None:
+        turns = [
+            {"role": _SHAREGPT_ROLES.get(str(t.get("from")), "unknown"), "content": t.get("value")}
+            for t in turns
+        ]
     messages = []
     for turn in turns:
         content = turn.get("content")
         if not isinstance(content, str):
             raise BadRow("content is not text")
+        if not _encodes(content):
+            raise BadRow("content is not valid Unicode")
         if turn.get("role") not in ("system", "user", "assistant"):
             raise BadRow("unsupported role")
         messages.append({"role": turn["role"], "content": content.strip()})
@@ -60,6 +66,14 @@ def to_messages(row: dict) -> list[dict[str, str]]:
     if not messages[-1]["content"]:
         raise BadRow("empty prompt")
     return messages
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 def prompt_id(messages: list[dict[str, str]]) -> str:
@@ -79,6 +93,7 @@ def read_rows(path: Path):
     Raises:
         UserError: when the file is missing, of another type or damaged.
     """
+    number = 0
     try:
         if path.suffix == ".parquet":
             for number, row in enumerate(pq.read_table(path).to_pylist()):
@@ -95,8 +110,7 @@ def read_rows(path: Path):
         raise UserError(f"{path} does not exist. Check `path` in the configuration.") from None
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}, line {number + 1 if 'number' in locals() else 1} or the one after it, is "
-            f"not JSON ({error}). Mend that line."
+            f"{path}, line {number + 1}, is not JSON ({error}). Mend that line."
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

@@ -5,9 +5,11 @@ written under a temporary name and renamed, so a half-written file never has a
 final name, and a manifest never names a file that is not whole.
 """
 
+import contextlib
 import json
 import os
 import platform
+import secrets
 import socket
 import threading
 import time
@@ -53,7 +55,7 @@ def read_manifest(folder: Path, stage: str | None = None) -> dict:
         found = (manifest["stage"], manifest["contract"])
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: that part is not finished.") from None
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} is damaged ({error}). Remove its folder; the next run makes it again."
         ) from error
@@ -114,7 +116,9 @@ class Claim:
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / CLAIM
+        self._lock = folder / (CLAIM + ".takeover")
         self._stop = threading.Event()
+        self._text = ""
 
     def _owner(self) -> tuple[dict, bool]:
         try:
@@ -127,55 +131,72 @@ class Claim:
             alive = alive and Path(f"/proc/{owner['pid']}").exists()
         return owner, alive
 
+    def _refuse(self, owner: dict):
+        raise UserError(
+            f"{self.folder} is being made by user {owner.get('user')} on {owner.get('host')} "
+            f"(process {owner.get('pid')}, since {owner.get('start')}). Wait for it, or remove "
+            f"{self.path} if that process is gone."
+        ) from None
+
+    def _remove_if_dead(self) -> None:
+        """Remove a dead claim; refuse when its owner lives or another takes it over."""
+        try:
+            os.close(os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - self._lock.stat().st_mtime > STALE_SECONDS:
+                    self._lock.unlink()  # left by a takeover that was killed; the next run may
+            self._refuse(self._owner()[0])
+        try:
+            owner, alive = self._owner()
+            if alive:
+                self._refuse(owner)
+            log.info("taking over a dead claim on %s", self.folder)
+            self.path.unlink(missing_ok=True)
+        finally:
+            self._lock.unlink(missing_ok=True)
+
     def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({
+        self._text = json.dumps({
             "host": socket.gethostname(), "pid": os.getpid(),
             "user": os.environ.get("USER", str(os.getuid())),
-            "job": os.environ.get("SLURM_JOB_ID"), "start": now(),
+            "job": os.environ.get("SLURM_JOB_ID"), "start": now(), "id": secrets.token_hex(8),
         })  # fmt: skip
-        mine = self.folder / f".{CLAIM}.{socket.gethostname()}.{os.getpid()}"
-        mine.write_text(text)
+        mine = self.folder / f".{CLAIM}.{secrets.token_hex(8)}"
+        mine.write_text(self._text)
         try:
-            for attempt in range(2):
+            # A link appears whole or fails: nobody ever sees a claim half written.
+            try:
+                os.link(mine, self.path)
+            except FileExistsError:
+                self._remove_if_dead()
                 try:
-                    # A link appears whole or fails: nobody ever sees a claim half written.
                     os.link(mine, self.path)
-                    break
                 except FileExistsError:
-                    owner, alive = self._owner()
-                    if alive or attempt:
-                        raise UserError(
-                            f"{self.folder} is being made by user {owner.get('user')} on "
-                            f"{owner.get('host')} (process {owner.get('pid')}, since "
-                            f"{owner.get('start')}). Wait for it, or remove {self.path} if that "
-                            "process is gone."
-                        ) from None
-                    log.info("taking over a dead claim on %s", self.folder)
-                    self._set_aside(mine.with_name(mine.name + ".dead"))
+                    self._refuse(self._owner()[0])
         finally:
             mine.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
-    def _set_aside(self, aside: Path) -> None:
-        """Move a dead claim away; of two processes that try, one succeeds."""
+    def _is_mine(self) -> bool:
         try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            return
-        aside.unlink()
+            return self.path.read_text() == self._text
+        except OSError:
+            return False
 
     def _beat(self):
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            try:
-                os.utime(self.path)
-            except OSError:
+            if not self._is_mine():
                 return
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
 
     def __exit__(self, *_):
         self._stop.set()
-        self.path.unlink(missing_ok=True)
+        if self._is_mine():
+            self.path.unlink(missing_ok=True)
 
 
 def now() -> str:
