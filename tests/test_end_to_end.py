@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pandas as pd
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
+from scripts.lib import engine
 from scripts.lib.config import check
 from scripts.lib.plan import Plan
 
@@ -143,15 +146,46 @@ def test_the_study_runs_to_tables_and_report(clone):
     assert rates.sum() == pytest.approx(row.acceptance_length - 1)
     assert 1.0 <= row.ci_low <= row.acceptance_length <= row.ci_high <= 4.0
     lossless = pd.read_csv(clone / "results/tables/lossless.csv")
-    pooled = lossless[lossless.workload == "pooled"].iloc[0]
-    # Greedy text may differ by numeric near-ties, not by more.
-    assert pooled.identical_share >= 0.7
+    assert lossless[lossless.workload == "pooled"].iloc[0].compared == 8
     latency = pd.read_csv(clone / "results/tables/latency.csv")
     assert set(latency.failed) == {0} and (latency.itl_ms > 0).all()
     assert (clone / "results/report.html").stat().st_size > 10_000
     assert (clone / "results/current/speculators/smollm2-135m/eagle3/self/epoch-1").is_symlink()
     assert not list((clone / "results/store").rglob("claim.json"))
     assert not engines_in(clone)
+
+
+def test_greedy_text_with_a_speculator_is_the_verifiers_own(clone):
+    """Every token served with speculation is transformers' argmax, or a near-tie of it.
+
+    Whole outputs cannot be compared: in bfloat16 another batch size alone changes some.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plan = Plan(check(study(clone)))
+    part = plan.acceptance("smollm2-135m", ("eagle3", "self", 1), "qa")
+    model_dir, template, _ = engine.open_model(clone / plan.model("smollm2-135m").folder)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    prompts = {
+        row["prompt_id"]: row["messages"]
+        for row in pq.read_table(clone / plan.workload("qa").folder / "prompts.parquet").to_pylist()
+    }
+    gaps = []
+    for row in pq.read_table(clone / part.folder / "requests.parquet").to_pylist():
+        prompt = tokenizer.apply_chat_template(
+            prompts[row["prompt_id"]], chat_template=template, add_generation_prompt=True,
+            return_dict=False,
+        )  # fmt: skip
+        ids = prompt + row["output_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(row["output_ids"])[:, None])[:, 0]
+        gaps += (logits.max(dim=1).values - chosen).tolist()
+    assert len(gaps) > 50
+    assert max(gaps) < 1.0
+    assert sum(gap == 0 for gap in gaps) > 0.9 * len(gaps)
 
 
 def test_hidden_states_agree_with_transformers(clone):
