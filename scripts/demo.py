@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SNAKEMAKE = [sys.executable, "-m", "snakemake", "all"]
 
 PLAN = """\
 Demo: an EAGLE-3 speculator for SmolLM2-135M-Instruct, on this machine's CPU.
@@ -30,7 +31,7 @@ It can be interrupted (Ctrl-C) and called again: finished work is kept.
 def missing_jobs() -> int:
     """Return how many jobs a run would start (0: all is there)."""
     dry = subprocess.run(
-        [sys.executable, "-m", "snakemake", "--dry-run", "--quiet", "all"],
+        [*SNAKEMAKE, "--dry-run", "--quiet", "rules"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     if dry.returncode:
@@ -56,8 +57,7 @@ def main() -> int:
         epochs = yaml.safe_load((ROOT / "config/config.yaml").read_text())["study"]["epochs"]
         print(PLAN.format(epochs=epochs), f"\n{jobs} jobs to do.\n", flush=True)
         process = subprocess.Popen(
-            [sys.executable, "-m", "snakemake", "--quiet", "rules", "progress", "host", "all"],
-            cwd=ROOT,
+            [*SNAKEMAKE, "--quiet", "rules", "progress", "host", "reason"], cwd=ROOT,
         )  # fmt: skip
         try:
             status = process.wait()
