@@ -3,7 +3,7 @@
     snakemake                         the study of config/config.yaml
     snakemake -n                      what is missing, and why
     snakemake responses               everything up to the teachers' responses
-    snakemake --configfile F          another study
+    snakemake all --configfile F      another study
 
 Every result that costs compute has a key (docs/architecture.md) and lives at
 <store>/<stage>/<names>/<key>/; a rule runs when the manifest of its key is missing.
