@@ -55,8 +55,9 @@ def build(model_dir: str, runtime: dict, **arguments):
             generation_config="vllm", disable_log_stats=True, **arguments,
         )  # fmt: skip
     except (ValueError, RuntimeError, OSError, KeyError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"vLLM cannot load {model_dir}: {type(error).__name__}: {error}. Check that this "
+            f"vLLM cannot load {model_dir}: {type(error).__name__}: {reason}. Check that this "
             "vLLM supports the architecture and that the weights are complete."
         ) from error
     cli.log.info("engine ready after %.0f s", time.monotonic() - started)
