@@ -23,7 +23,6 @@ from scripts.lib.identity import canonical_json, digest, pin_file
 from scripts.lib.plan import Plan
 from scripts.lib.store import write_json
 
-
 # A study file stands alone: laid over the demo it would inherit the demo's pools.
 if not workflow.overwrite_configfiles:
 

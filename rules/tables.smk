@@ -56,7 +56,7 @@ rule make_report:
     log:
         "results/logs/report.log",
     params:
-        code=code(SCRIPTS / "report.py", LIB / "statistics.py"),
+        code=code(SCRIPTS / "report.py", LIB / "figures.py", LIB / "statistics.py"),
     shell:
         "{PYTHON} {SCRIPTS}/report.py --plan {input.plan:q} --tables results/tables"
         " --figures results/figures --out {output:q} --log {log:q}"
