@@ -57,7 +57,7 @@ def main() -> int:
         epochs = yaml.safe_load((ROOT / "config/config.yaml").read_text())["study"]["epochs"]
         print(PLAN.format(epochs=epochs), f"\n{jobs} jobs to do.\n", flush=True)
         process = subprocess.Popen(
-            [*SNAKEMAKE, "--quiet", "rules", "progress", "host", "reason"], cwd=ROOT,
+            [*SNAKEMAKE, "--quiet", "all"], cwd=ROOT
         )  # fmt: skip
         try:
             status = process.wait()
