@@ -9,6 +9,7 @@ Every result that costs compute has a key (docs/architecture.md) and lives at
 <store>/<stage>/<names>/<key>/; a rule runs when the manifest of its key is missing.
 """
 
+import shlex
 import sys
 from pathlib import Path
 

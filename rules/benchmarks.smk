@@ -39,6 +39,6 @@ rule benchmark_checkpoint:
             ]
         ),
     shell:
-        "{PYTHON} {SCRIPTS}/benchmarks.py --model {params.model:q} {params.speculator:q}"
+        "{RUN}/benchmarks.py --model {params.model:q} {params.speculator:q}"
         " --parts {params.parts:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"
         " --batch {output:q} --log {log:q}"

@@ -10,6 +10,7 @@ except UserError as error:
 STORE = PLAN.store
 PYTHON = PLAN.config["python"] or sys.executable
 SCRIPTS = Path(workflow.basedir) / "scripts"
+RUN = f"{shlex.quote(PYTHON)} {shlex.quote(str(SCRIPTS))}"  # {RUN}/<script> in a shell command
 RUNTIME = canonical_json(PLAN.config["runtime"])
 LOST = PLAN.config["max_lost_share"]
 # One engine at a time on a CPU: two slow each other down tenfold.

@@ -30,6 +30,6 @@ rule extract_hidden_states:
         ),
         check=lambda wildcards, output: PLAN.config["hidden_states"]["check_rows"],
     shell:
-        "{PYTHON} {SCRIPTS}/hidden_states.py --model {params.model:q} --tokens {params.tokens:q}"
+        "{RUN}/hidden_states.py --model {params.model:q} --tokens {params.tokens:q}"
         " --parts {params.parts:q} --runtime {RUNTIME:q} --check-rows {params.check}"
         " --batch {output:q} --log {log:q}"

@@ -24,5 +24,5 @@ rule prepare_model:
         ),
         out=of("models", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/models.py --settings {params.settings:q} {params.optional:q}"
+        "{RUN}/models.py --settings {params.settings:q} {params.optional:q}"
         " --out {params.out:q} --log {log:q}"

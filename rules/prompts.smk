@@ -15,5 +15,5 @@ rule draw_prompts:
         settings=of("prompts", lambda n: n.settings_json),
         out=of("prompts", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/prompts.py --stage prompts --source {params.source:q}"
+        "{RUN}/prompts.py --stage prompts --source {params.source:q}"
         " --settings {params.settings:q} --max-lost-share {LOST} --out {params.out:q} --log {log:q}"

@@ -19,6 +19,6 @@ rule generate_responses:
         settings=of("responses", lambda n: n.settings_json),
         out=of("responses", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/responses.py --model {params.model:q} --prompts {params.prompts:q}"
+        "{RUN}/responses.py --model {params.model:q} --prompts {params.prompts:q}"
         " --settings {params.settings:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"
         " --out {params.out:q} --log {log:q}"

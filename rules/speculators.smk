@@ -45,7 +45,7 @@ rule train_speculator:
         extra=of("speculators", lambda n: canonical_json(n.extra)),
         out=of("speculators", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/speculators.py --model {params.model:q} --tokens {params.tokens:q}"
+        "{RUN}/speculators.py --model {params.model:q} --tokens {params.tokens:q}"
         " {params.own:q} --states {params.states:q} --vocab {params.vocab:q} {params.origin:q}"
         " --settings {params.settings:q} --extra-inputs {params.extra:q} --runtime {RUNTIME:q}"
         " --out {params.out:q} --log {log:q}"

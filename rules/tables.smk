@@ -43,7 +43,7 @@ rule make_tables:
     params:
         code=code(SCRIPTS / "tables.py", LIB / "statistics.py"),
     shell:
-        "{PYTHON} {SCRIPTS}/tables.py --plan {input.plan:q} --out results/tables"
+        "{RUN}/tables.py --plan {input.plan:q} --out results/tables"
         " --index results/index.csv --log {log:q}"
 
 
@@ -58,7 +58,7 @@ rule make_report:
     params:
         code=code(SCRIPTS / "report.py", LIB / "figures.py", LIB / "statistics.py"),
     shell:
-        "{PYTHON} {SCRIPTS}/report.py --plan {input.plan:q} --tables results/tables"
+        "{RUN}/report.py --plan {input.plan:q} --tables results/tables"
         " --figures results/figures --out {output:q} --log {log:q}"
 
 
@@ -73,4 +73,4 @@ rule link_current:
     params:
         code=code(SCRIPTS / "links.py"),
     shell:
-        "{PYTHON} {SCRIPTS}/links.py --plan {input.plan:q} --out results/current --log {log:q}"
+        "{RUN}/links.py --plan {input.plan:q} --out results/current --log {log:q}"

@@ -18,6 +18,6 @@ rule tokenize_responses:
         settings=of("tokens", lambda n: n.settings_json),
         out=of("tokens", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/tokens.py --model {params.model:q} --responses {params.responses:q}"
+        "{RUN}/tokens.py --model {params.model:q} --responses {params.responses:q}"
         " --settings {params.settings:q} --max-lost-share {LOST}"
         " --out {params.out:q} --log {log:q}"

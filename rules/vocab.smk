@@ -18,5 +18,5 @@ rule build_vocab:
         settings=of("vocab", lambda n: n.settings_json),
         out=of("vocab", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/vocab.py --model {params.model:q} --tokens {params.tokens:q}"
+        "{RUN}/vocab.py --model {params.model:q} --tokens {params.tokens:q}"
         " --settings {params.settings:q} --out {params.out:q} --log {log:q}"

@@ -15,5 +15,5 @@ rule draw_workload:
         settings=of("workloads", lambda n: n.settings_json),
         out=of("workloads", lambda n: n.folder),
     shell:
-        "{PYTHON} {SCRIPTS}/prompts.py --stage workloads --source {params.source:q}"
+        "{RUN}/prompts.py --stage workloads --source {params.source:q}"
         " --settings {params.settings:q} --max-lost-share {LOST} --out {params.out:q} --log {log:q}"

@@ -20,9 +20,9 @@ SNAKEMAKE = [sys.executable, "-m", "snakemake", "all"]
 PLAN = """\
 Demo: an EAGLE-3 speculator for SmolLM2-135M-Instruct, on this machine's CPU.
   1  convert the model, draw prompts            under 1 min
-  2  the model answers the prompts (vLLM)       about 3 min
+  2  the model answers the prompts (vLLM)       about 2 min
   3  extract its hidden states (vLLM)           about 1 min
-  4  train {epochs} epochs                            about 5 min
+  4  train {epochs} epochs                            about 6 min
   5  measure every epoch on 7 workloads         about 6 min
 It can be interrupted (Ctrl-C) and called again: finished work is kept.
 """

@@ -1,6 +1,7 @@
 """Nodes of the plan: a part, and a batch of parts that one job makes together."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from scripts.lib.identity import canonical_json, digest, part_key
@@ -36,12 +37,10 @@ class Node:
         }
         return keys | self.extra
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The part's key."""
-        if "_key" not in self.__dict__:
-            object.__setattr__(self, "_key", part_key(self.stage, self.settings, self.inputs))
-        return self.__dict__["_key"]
+        return part_key(self.stage, self.settings, self.inputs)
 
     @property
     def location(self) -> tuple[str, ...]:
