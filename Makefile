@@ -10,11 +10,11 @@ help:
 demo: env
 	@$(BIN)/python scripts/demo.py
 
-## make test       lint-free unit, DAG and end-to-end tests (about 10 minutes on 2 cores)
+## make test       unit, DAG and end-to-end tests (about 8 minutes on 2 cores)
 test: env
 	@$(BIN)/python -m pytest -q tests
 
-## make test-full  the same and the longer checks
+## make test-full  the same and the longer checks (2 minutes more)
 test-full: env
 	@$(BIN)/python -m pytest -q tests --full
 
