@@ -10,9 +10,7 @@ def served(wildcards):
 
 rule benchmark_checkpoint:
     input:
-        lambda wildcards: sorted(
-            {n.manifest for p in parts_of("benchmarks", wildcards) for n in p.all_parents()}
-        ),
+        batch_waits_for("benchmarks"),
     output:
         batch("benchmarks"),
     log:

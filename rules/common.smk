@@ -68,3 +68,10 @@ def of(stage, value):
 def parts_of(stage, wildcards):
     """Return all parts that a batch job has to care for."""
     return PLAN.batch_parts(stage, f"{STORE}/{stage}/{wildcards.name}/{wildcards.anchor}")
+
+
+def batch_waits_for(stage):
+    """Return an input function: the manifests of the inputs of all parts of a batch job."""
+    return lambda wildcards: sorted(
+        {n.manifest for p in parts_of(stage, wildcards) for n in p.all_parents()}
+    )

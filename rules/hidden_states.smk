@@ -4,9 +4,7 @@
 
 rule extract_hidden_states:
     input:
-        lambda wildcards: sorted(
-            {n.manifest for p in parts_of("hidden_states", wildcards) for n in p.all_parents()}
-        ),
+        batch_waits_for("hidden_states"),
     output:
         batch("hidden_states"),
     log:

@@ -2,6 +2,7 @@
 # Cheap; rebuilt whenever a part, a label, or one of these scripts changes.
 
 LIB = SCRIPTS / "lib"
+LABELS = PLAN.labels()
 
 
 def code(*files):
@@ -20,9 +21,9 @@ rule write_plan:
     output:
         "results/tables/plan.json",
     params:
-        content=canonical_json(PLAN.labels()),
+        content=canonical_json(LABELS),
     run:
-        write_json(Path(output[0]), PLAN.labels())
+        write_json(Path(output[0]), LABELS)
 
 
 rule make_tables:

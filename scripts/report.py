@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, figures, statistics, store
 from scripts.lib.errors import UserError
-from scripts.lib.figures import MACRO, POOLED, grouped, last_macro
+from scripts.lib.figures import grouped, last_macro
+from scripts.lib.statistics import MACRO, POOLED
 
 TABLES = ("acceptance", "lossless", "latency", "training")
 CAPTIONS = {

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import acceptance, cli, statistics, store, tables
 from scripts.lib.errors import UserError
+from scripts.lib.statistics import MACRO, POOLED
 
-MACRO, POOLED = "macro", "pooled"
 LABELS = ("verifier", "model", "algorithm", "strategy", "epoch")
 SERVING = ("k", "temperature", "concurrency", "max_tokens", "schedule_epochs")
 LATENCIES = ("ttft_ms", "itl_ms", "latency_ms")

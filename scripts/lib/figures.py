@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from scripts.lib import store
+from scripts.lib.statistics import MACRO, POOLED
 
-MACRO, POOLED = "macro", "pooled"
 GROUP = itemgetter("verifier", "algorithm", "strategy")
 SMOOTH_POINTS = 400
 

@@ -77,7 +77,12 @@ class Plan:
 
     def batch_parts(self, stage: str, folder: str) -> list[Node]:
         """Return all parts of this configuration that one job of `folder` makes."""
-        return [n for n in self.nodes(stage) if self.batch_folder(n) == folder]
+        if ("batches", stage) not in self._memo:
+            batches: dict[str, list[Node]] = {}
+            for node in self.nodes(stage):
+                batches.setdefault(self.batch_folder(node), []).append(node)
+            self._memo["batches", stage] = batches
+        return self._memo["batches", stage].get(folder, [])
 
     def inputs(self, parts: list[Node]) -> list[str]:
         """Return manifests to wait for: of the parts that exist, and of their batches else.

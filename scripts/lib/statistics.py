@@ -19,6 +19,7 @@ from scripts.lib.errors import UserError
 from scripts.lib.identity import digest
 
 CONFIDENCE = 0.95
+MACRO, POOLED = "macro", "pooled"  # the summary rows, in the place of a workload
 PLAN_FIELDS = (
     "study", "seed", "bench", "acceptance", "latency", "training", "pools", "workloads", "index",
 )  # fmt: skip
@@ -197,8 +198,8 @@ def summarise(parts: dict[tuple[str, str], np.ndarray], samples: int, seed: int)
         if all(d is not None for d in draws):
             pooled_range = interval(rates(np.sum(draws, axis=0))["acceptance_length"])
             macro_range = interval(np.mean(lengths, axis=0))
-    result["macro"] = _row(macro, *macro_range, total)
-    result["pooled"] = _row(pooled, *pooled_range, total)
+    result[MACRO] = _row(macro, *macro_range, total)
+    result[POOLED] = _row(pooled, *pooled_range, total)
     return result
 
 
