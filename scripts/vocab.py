@@ -6,22 +6,11 @@ frequent ones. Ties and unused places go to the lowest token ids.
 """
 
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, engine, samples, store
 from scripts.lib.errors import UserError
-
-
-def count_tokens(rows: list[dict]) -> Counter:
-    """Count the supervised token ids of token rows."""
-    counter: Counter = Counter()
-    for row in rows:
-        counter.update(
-            i for i, keep in zip(row["input_ids"], row["loss_mask"], strict=True) if keep
-        )
-    return counter
 
 
 def main(args) -> None:
@@ -41,7 +30,7 @@ def main(args) -> None:
                 f"{facts['vocab_size']}. Lower it."
             )
         rows = samples.read_tokens(args.tokens, args.settings["samples"])
-        counter = count_tokens(rows)
+        counter = samples.count_tokens(rows)
         d2t, t2d = build_vocab_mappings_from_distribution(dict(counter), size, facts["vocab_size"])
         covered = sum(n for token, n in counter.items() if bool(t2d[token]))
         with store.replacing(part.folder / "vocab.safetensors") as temporary:

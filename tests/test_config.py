@@ -12,6 +12,12 @@ from scripts.lib.errors import UserError
 DEMO = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
 
 
+DFLASH = {
+    "algorithm": "dflash", "layers": [1, 2], "draft_vocab_size": 64, "optimizer": "adamw",
+    "lr": 0.001, "total_seq_len": 128, "mask_token_id": 5, "block_size": 4,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "changes, parts_of_message",
     [
@@ -55,7 +61,7 @@ DEMO = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
         ),
         ({"strategies.own.start": {"strategy": "own", "epoch": 1}}, ["cycle", "own -> own"]),
         ({"strategies.hybrid.start.epoch": 5}, ["strategies.hybrid.start.epoch is 5", "cross"]),
-        ({"study.epochs": 5}, ["study.epochs is 5", "strategies.own.schedule_epochs is 4"]),
+        ({"study.epochs": 5}, ["5 epochs of own", "strategies.own.schedule_epochs is 4"]),
         ({"benchmark.temperature": 0.7}, ["benchmark.temperature", "cpu"]),
         (
             {"tokens.max_length": 129},
@@ -65,7 +71,43 @@ DEMO = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
             {"benchmark.latency.epochs": [1, 3]},
             ["benchmark.latency.epochs", "[3]", "study.epochs is 2"],
         ),
-        ({"benchmark.k": 4}, ["benchmark.k is 4", "algorithms.a.ttt_steps is 3"]),
+        ({"strategies.own.teacher": "same_family"}, ["strategies.own.teacher", "small", "family"]),
+        (
+            {
+                "strategies.own.teacher": "same_family",
+                "models.small.family": "f",
+                "models.large.family": "f",
+            },
+            ["strategies.own.teacher", "families.f.teacher"],
+        ),
+        ({"families": {"f": {"teacher": "other"}}}, ["families.f.teacher", "models.other.family"]),
+        (
+            {"families": {"f": {"teacher": "other"}}, "models.other.family": "g"},
+            ["families.f.teacher", "family g"],
+        ),
+        (
+            {"models.small": {"source": "derived", "from": "nix", "drop_layers": [1]}},
+            ["models.small.from", "nix"],
+        ),
+        (
+            {
+                "models.small": {"source": "derived", "from": "large", "drop_layers": [1]},
+                "models.large": {"source": "derived", "from": "small", "drop_layers": [1]},
+            },
+            ["from forms a cycle", "small -> large -> small"],
+        ),
+        ({"models.small": {"source": "derived", "from": "large"}}, ["models.small", "drop_layers"]),
+        ({"study.runs": [{"strategies": ["nix"]}]}, ["study.strategies", "nix"]),
+        (
+            {"study.runs": [{}, {"epochs": 2, "benchmark_epochs": [3]}]},
+            ["study.runs[1].benchmark_epochs", "[3]"],
+        ),
+        ({"algorithms.a.block_size": 4}, ["'block_size'", "algorithms.a (eagle3)"]),
+        ({"algorithms.a.algorithm": "mtp"}, ["algorithms.a.algorithm", "mtp"]),
+        ({"algorithms.a": DFLASH | {"attention": "full"}}, ["sliding_window_non_causal: true"]),
+        ({"algorithms.a": DFLASH | {"loss_fn": "kl_div"}}, ["algorithms.a", "dpace needs"]),
+        ({"algorithms.a": DFLASH | {"block_size": 3}}, ["benchmark.k is 3", "trains 2 positions"]),
+        ({"benchmark.k": 4}, ["benchmark.k is 4", "algorithms.a.ttt_steps trains 3"]),
     ],
     ids=str,
 )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from test_tokens import make_tokenizer, renderer
 
-from scripts import tokens, vocab
-from scripts.lib import prompts, statistics
+from scripts import tokens
+from scripts.lib import prompts, samples, statistics
 from scripts.lib.identity import CONTRACTS, digest, part_key
 
 ROWS = [
@@ -52,7 +52,7 @@ def rendered(tmp_path):
 def mapped(tmp_path):
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-    counter = vocab.count_tokens(rendered(tmp_path)[0])
+    counter = samples.count_tokens(rendered(tmp_path)[0])
     d2t, t2d = build_vocab_mappings_from_distribution(dict(counter), 12, 600)
     return [d2t.tolist(), t2d.nonzero().flatten().tolist()]
 

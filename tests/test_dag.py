@@ -15,7 +15,7 @@ from scripts.lib.config import check
 from scripts.lib.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
-CHEAP = {"all", "write_plan", "make_tables", "make_report", "link_current"}
+CHEAP = {"all", "write_plan", "make_tables", "make_answers", "make_report", "link_current"}
 
 
 def dry_run(config: dict, folder: Path, snakefile: Path = ROOT / "Snakefile") -> set[tuple]:

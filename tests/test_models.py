@@ -96,7 +96,39 @@ def test_a_part_of_a_local_model_refers_to_it_in_place(folder, tmp_path_factory)
 
     settings = {"source": "local", "pin": pin_tree(folder)}
     out = tmp_path_factory.mktemp("store") / part_key("models", settings, {})
-    models.main(Namespace(settings=settings, path=str(folder), chat_template="", out=out))
+    run = {"path": str(folder), "base": None, "chat_template": ""}
+    models.main(Namespace(settings=settings, out=out, **run))
     directory, template, facts = engine.open_model(out)
     assert directory == str(folder.resolve()) and template == CHATML and facts["layers"] == 2
     assert list(json.loads((out / "manifest.json").read_text())["files"]) == ["model.json"]
+
+
+def test_a_derived_model_is_its_base_without_the_named_layers(folder, tmp_path):
+    from argparse import Namespace
+
+    from transformers import AutoModelForCausalLM
+
+    from scripts.lib import engine
+    from scripts.lib.identity import part_key, pin_tree
+
+    settings = {"source": "local", "pin": pin_tree(folder)}
+    base = tmp_path / "store" / part_key("models", settings, {})
+    models.main(
+        Namespace(settings=settings, path=str(folder), base=None, chat_template="", out=base)
+    )
+    settings = {"source": "derived", "drop_layers": [0]}
+    out = tmp_path / "store" / part_key("models", settings, {"base": base.name})
+    run = {"path": None, "base": base, "chat_template": ""}
+    models.main(Namespace(settings=settings, out=out, **run))
+    directory, template, facts = engine.open_model(out)
+    assert template == CHATML and facts["layers"] == 1
+    left = AutoModelForCausalLM.from_pretrained(directory).model.layers[0].state_dict()
+    whole = AutoModelForCausalLM.from_pretrained(folder).model.layers[1].state_dict()
+    assert left.keys() == whole.keys()
+    assert all(torch.equal(left[n], whole[n]) for n in whole)
+
+    settings = {"source": "derived", "drop_layers": [2]}
+    out = tmp_path / "store" / part_key("models", settings, {"base": base.name})
+    with pytest.raises(UserError, match="layers 0 to 1"):
+        models.main(Namespace(settings=settings, out=out, **run))
+    assert not (out / "manifest.json").exists() and not (out / "model").exists()

@@ -453,3 +453,86 @@ def test_the_argument_is_not_changed_by_planning(root):
     before = json.dumps(config)
     Plan(config, root).labels()
     assert json.dumps(config) == before
+
+
+# -- families, derived models, runs -------------------------------------------------
+
+FAMILIES = {
+    "models.small.family": "f", "models.large.family": "f", "models.other.family": "g",
+    "families": {"f": {"teacher": "large", "cross_teacher": "other"}},
+}  # fmt: skip
+
+
+def test_roles_of_teachers_give_the_parts_that_their_names_give(root, base):
+    changes = FAMILIES | {
+        "strategies.family.teacher": "same_family", "strategies.cross.teacher": "cross_family",
+    }  # fmt: skip
+    plan = make_plan(root, changes)
+    assert parts(plan) == base
+    assert [plan.relation(s, "small") for s in ("own", "family", "cross", "hybrid")] == [
+        "self", "same_family", "cross_family", "self",
+    ]  # fmt: skip
+    assert plan.relation("family", "large") == "self"
+
+
+def test_one_generation_of_the_families_teacher_serves_all_its_verifiers(root):
+    rows = make_plan(root, FAMILIES).labels()["strategies"]
+    found = {(r["verifier"], r["strategy"]): r for r in rows}
+    small, large = found["small", "family"]["responses"], found["large", "family"]["responses"]
+    assert small == large and len(small) == 3
+    assert {e["verifiers"] for e in small} == {2}
+    assert found["small", "hybrid"]["own_samples"] == 10
+    assert found["small", "family"]["own_samples"] == 0
+
+
+def test_a_derived_model_follows_its_base(root):
+    changes = {"models.small": {"source": "derived", "from": "large", "drop_layers": [3, 1]}}
+    plan = make_plan(root, changes)
+    node = plan.model("small")
+    assert node.settings["drop_layers"] == [1, 3]
+    assert node.parents["base"] is plan.model("large")
+    other = make_plan(root, changes | {"models.large.version": "2.0"}).model("small")
+    assert other.key != node.key
+    assert plan.labels()["training"][0]["model"] == "large 1.0 without layers 1, 3"
+
+
+def test_runs_train_and_benchmark_only_what_they_name(root):
+    changes = {
+        "study.runs": [
+            {"algorithms": ["a"], "strategies": ["own"], "epochs": 3},
+            {"algorithms": ["a"], "strategies": ["cross"], "benchmark_epochs": "last"},
+            {"algorithms": ["b"], "strategies": ["own"], "verifiers": ["small"], "epochs": 1},
+        ]
+    }
+    plan = make_plan(root, changes | {"benchmark.latency.epochs": None})
+    small = {c for v, c in plan.checkpoints() if v == "small"}
+    assert small == {
+        ("a", "own", 1), ("a", "own", 2), ("a", "own", 3), ("a", "cross", 2), ("b", "own", 1),
+    }  # fmt: skip
+    assert {c for v, c in plan.checkpoints() if v == "large"} == small - {("b", "own", 1)}
+    assert {c for v, c in plan.trained() if v == "small"} == small | {("a", "cross", 1)}
+    entries = plan.labels()["training"]
+    unmeasured = [(r["strategy"], r["epoch"]) for r in entries if not r["benchmarked"]]
+    assert set(unmeasured) == {("cross", 1)}
+    # Without named epochs, latency is measured for the last epoch of each run.
+    latency = {(r["algorithm"], r["strategy"], r["epoch"]) for r in plan.labels()["latency"]}
+    assert latency == {
+        (None, None, None), ("a", "own", 3), ("a", "cross", 2), ("b", "own", 1),
+    }  # fmt: skip
+
+
+def test_a_chain_lists_everything_that_leads_to_a_checkpoint(root):
+    plan = make_plan(root)
+    (entry,) = [
+        r for r in plan.labels()["training"]
+        if (r["verifier"], r["algorithm"], r["strategy"], r["epoch"]) == ("small", "a", "hybrid", 2)
+    ]  # fmt: skip
+    chain = [("cross", 1), ("cross", 2), ("hybrid", 1), ("hybrid", 2)]
+    assert entry["chain"] == [plan.speculator("small", "a", *step).key for step in chain]
+
+
+def test_the_reasoning_policy_is_the_strategys(root, base):
+    after = parts(make_plan(root, {"strategies.cross.reasoning": "drop"}))
+    changed = {n for n in base if base[n] != after.get(n)}
+    expected = r"^(tokens|hidden_states)/\w+/other/|/(cross|hybrid)/|\.(cross|hybrid)\."
+    assert changed == {n for n in base if re.search(expected, n)} and changed

@@ -5,21 +5,34 @@ import math
 import pytest
 import torch
 
-from scripts.lib import draft, training
+from scripts.lib import config, draft, training
 from scripts.lib.errors import UserError
 from scripts.lib.training_data import PackedBatches, split
 
 HIDDEN, VOCAB, LAYERS = 32, 96, 4
-SETTINGS = {
-    "algorithm": "eagle3", "layers": [1, 2, 3], "num_layers": 1, "draft_arch": "llama",
-    "draft_vocab_size": 64, "ttt_steps": 2, "ttt_step_loss_decay": 1.0, "loss_fn": "kl_div",
-    "norm_before_residual": True, "norm_before_fc": True, "norm_output": True,
-    "embed_requires_grad": False, "sliding_window": 2048, "optimizer": "muon", "lr": 1e-3,
-    "weight_decay": 0.01, "muon_lr": 2e-3, "muon_momentum": 0.95, "muon_weight_decay": 0.1,
-    "muon_ns_steps": 5, "muon_adjust_lr_fn": "match_rms_adamw", "scheduler": "cosine",
-    "warmup_share": 0.1, "max_grad_norm": 1.0, "total_seq_len": 48,
-    "gradient_accumulation_steps": 1, "mixed_precision": "no", "seed": 3,
+COMMON = {
+    "layers": [1, 2, 3], "draft_vocab_size": 64, "optimizer": "muon", "lr": 1e-3,
+    "muon_lr": 2e-3, "warmup_share": 0.1, "total_seq_len": 48, "mixed_precision": "no",
 }  # fmt: skip
+OWN = {
+    "eagle3": {"ttt_steps": 2},
+    "peagle": {"num_depths": 3, "mask_token_id": 5, "max_anchors": 32},
+    "dflash": {"block_size": 4, "mask_token_id": 5, "max_anchors": 8},
+    "dflash2": {"draft_vocab_size": VOCAB, "block_size": 4, "mask_token_id": 5, "max_anchors": 8,
+                "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 4},
+    "dspark": {"block_size": 4, "mask_token_id": 5, "max_anchors": 8, "markov_rank": 8},
+}  # fmt: skip
+
+
+def recipe(algorithm, **changes):
+    """Return the resolved settings of a small training, as a study file would give them."""
+    schema = config.load_schema()
+    written = {"algorithm": algorithm} | COMMON | OWN[algorithm] | changes
+    filled = config._fill(written, {"$ref": f"#/$defs/{algorithm}"}, schema)
+    return filled | {"seed": 3}
+
+
+SETTINGS = recipe("eagle3")
 RUNTIME = {"device": "cpu", "threads": 2, "checkpoint_every_steps": 2}
 
 
@@ -67,8 +80,8 @@ def verifier(tmp_path_factory):
     return str(folder)
 
 
-def make(verifier, total_steps=100, **changes):
-    settings = SETTINGS | changes
+def make(verifier, total_steps=100, algorithm="eagle3", **changes):
+    settings = recipe(algorithm, **changes)
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[:64] = True
     vocab = {"t2d": t2d, "d2t": torch.zeros(64, dtype=torch.long)}
@@ -135,15 +148,17 @@ def test_an_interrupted_epoch_resumes_to_the_same_weights(verifier, tmp_path):
     assert torch.equal(weights(resumed), weights(straight))
 
 
-def test_training_lowers_the_loss_and_freezes_the_verifier(verifier):
-    trainer, batches = make(verifier)
+@pytest.mark.parametrize("algorithm", OWN)
+def test_training_lowers_the_loss_and_freezes_the_verifier(verifier, algorithm):
+    trainer, batches = make(verifier, algorithm=algorithm, lr=1e-2, muon_lr=2e-2)
     frozen = {
         n: p.detach().clone()
         for n, p in trainer.raw_model.named_parameters()
         if not p.requires_grad
     }
     before = trainer.validate(batches)["loss"]
-    for epoch in range(1, 5):
+    assert len(training.accuracy_by_position(trainer.validate(batches))) >= 2
+    for epoch in range(1, 9):
         trainer.train_epoch(batches, epoch)
     assert trainer.validate(batches)["loss"] < 0.95 * before
     for name, parameter in trainer.raw_model.named_parameters():

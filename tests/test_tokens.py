@@ -288,3 +288,33 @@ def test_only_an_answer_that_stopped_by_itself_gets_an_end_of_turn(tokenizer):
     ]
     assert ends == [[False, True], [False]]
     assert cut["loss_mask"][-1]
+
+
+@pytest.mark.parametrize(
+    "policy, text",
+    [
+        ("template", "<think>\nhm\n</think>\n\nyes<|im_end|>"),
+        ("keep", "<think>\nhm\n</think>\n\nyes<|im_end|>"),
+        ("drop", "yes<|im_end|>"),
+    ],
+)
+def test_reasoning_is_formatted_kept_or_dropped_as_the_strategy_says(tokenizer, policy, text):
+    row = {
+        "prompt_id": "a", "rank": 0, "messages": [{"role": "user", "content": "well?"}],
+        "content": "yes", "reasoning": "hm", "finish_reason": "stop", "status": "ok",
+    }  # fmt: skip
+    (done,), counts = stage.render_all([row], renderer(tokenizer), 100, policy)
+    taught = [i for i, keep in zip(done["input_ids"], done["loss_mask"], strict=True) if keep]
+    assert tokenizer.decode(taught) == text and counts == {"ok": 1}
+
+
+def test_a_template_without_reasoning_drops_the_row_unless_the_policy_mends_it(tokenizer):
+    plain = CHATML.replace("{% if m['reasoning_content'] %}", "{% if false %}")
+    row = {
+        "prompt_id": "a", "rank": 0, "messages": [{"role": "user", "content": "well?"}],
+        "content": "yes", "reasoning": "hm", "finish_reason": "stop", "status": "ok",
+    }  # fmt: skip
+    show = renderer(tokenizer, plain)
+    assert stage.render_all([row], show, 100)[1] == {"dropped: template drops the reasoning": 1}
+    for policy in ("keep", "drop"):
+        assert stage.render_all([row], show, 100, policy)[1] == {"ok": 1}

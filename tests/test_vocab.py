@@ -61,13 +61,13 @@ def test_only_supervised_tokens_are_counted():
         for position, token in enumerate(row["input_ids"]):
             if row["loss_mask"][position]:
                 expected[token] = expected.get(token, 0) + 1
-    assert vocab.count_tokens(rows) == expected
-    assert vocab.count_tokens([]) == {}
+    assert samples.count_tokens(rows) == expected
+    assert samples.count_tokens([]) == {}
 
 
 def test_row_whose_mask_has_another_length_is_refused():
     with pytest.raises(ValueError):
-        vocab.count_tokens([{"input_ids": [1, 2], "loss_mask": [True]}])
+        samples.count_tokens([{"input_ids": [1, 2], "loss_mask": [True]}])
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, VOCAB_SIZE])

@@ -104,8 +104,8 @@ class Renderer:
                 changed by the tokenizer.
         """
         answer = {"role": "assistant", "content": content}
-        if reasoning:
-            answer["reasoning_content"] = reasoning
+        if reasoning:  # templates do not agree on the field's name
+            answer |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
         turns = [*messages, answer]
         full = self.text(turns, False)
         ids: list[int] = []

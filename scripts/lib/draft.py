@@ -43,8 +43,12 @@ def load_vocab(folder: Path) -> dict[str, torch.Tensor]:
 def build(settings: dict, verifier_dir: str, vocab: dict, device: str, seed: int) -> Draft:
     """Build an untrained draft with every setting given explicitly.
 
+    Args:
+        settings: a checked recipe of `algorithms`; Speculators binds its settings by
+            name, and an algorithm has no setting that it does not read.
+
     Raises:
-        UserError: when the verifier has too few layers for the configured ids.
+        UserError: when the settings do not fit the verifier.
     """
     import speculators.models  # noqa: F401  (registers the algorithms)
     from speculators import SpeculatorModel
@@ -52,31 +56,49 @@ def build(settings: dict, verifier_dir: str, vocab: dict, device: str, seed: int
     from speculators.train.cli import create_transformer_layer_config
 
     torch.manual_seed(seed)
+    cpu, every = device == "cpu", list(range(settings["num_layers"]))
     layer_config = create_transformer_layer_config(
         verifier_name_or_path=verifier_dir, num_layers=settings["num_layers"],
         draft_arch=settings["draft_arch"], hidden_act=None,
         sliding_window=settings["sliding_window"],
-        full_attention_indices=list(range(settings["num_layers"])), mrope_full_head_hack=True,
+        full_attention_indices=every if settings["attention"] == "full" else [],
+        mrope_full_head_hack=True,
     )  # fmt: skip
-    cls = SpeculatorModel.registry[settings["algorithm"]]
-    model = cls.from_training_args(
-        verifier_config=layer_config, t2d=vocab["t2d"], d2t=vocab["d2t"],
-        verifier_name_or_path=verifier_dir, target_layer_ids=settings["layers"],
-        draft_vocab_size=settings["draft_vocab_size"],
-        draft_attn_impl="sdpa" if device == "cpu" else "simple_flex_attention",
-        norm_before_residual=settings["norm_before_residual"],
-        norm_before_fc=settings["norm_before_fc"], norm_output=settings["norm_output"],
-        fc_norm=False, embed_requires_grad=settings["embed_requires_grad"],
-        ttt_steps=settings["ttt_steps"],
-    )  # fmt: skip
+    mask = settings.get("mask_token_id", 0)
+    if mask >= layer_config.vocab_size:
+        raise UserError(
+            f"mask_token_id {mask} of the algorithm is beyond the verifier's vocabulary of "
+            f"{layer_config.vocab_size}. Name a token of its tokenizer that no text contains."
+        )
+    algorithm = settings["algorithm"]
+    cls = SpeculatorModel.registry[algorithm]
+    named = {k: v for k, v in settings.items() if k != "algorithm"}
+    whole = settings["draft_vocab_size"] == layer_config.vocab_size
+    try:
+        model = cls.from_training_args(
+            verifier_config=layer_config, verifier_name_or_path=verifier_dir,
+            t2d=None if whole else vocab["t2d"], d2t=None if whole else vocab["d2t"],
+            target_layer_ids=settings["layers"], fc_norm=False,
+            draft_attn_impl="sdpa" if cpu else "simple_flex_attention", **named,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"Speculators refuses the {algorithm} settings: {error}") from error
+    if algorithm == "peagle" and not settings["embed_requires_grad"]:
+        # Speculators' P-EAGLE has no argument for it.
+        model.config.embed_requires_grad = False
+        model.embed_tokens.weight.requires_grad_(False)
     train, validation = cls.get_trainer_kwargs(
-        loss_fn=settings["loss_fn"], loss_implementation="eager" if device == "cpu" else "fused",
-        ttt_steps=settings["ttt_steps"], ttt_step_loss_decay=settings["ttt_step_loss_decay"],
-    )  # fmt: skip
+        loss_implementation="eager" if cpu else "fused", **named
+    )
+    if algorithm == "peagle":
+        # Dropping depths at random saves training time; accuracies want them all.
+        validation |= {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0}
     for name, tensor in model.named_parameters():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{verifier_dir}: weights of {name} are missing or not finite.")
-    return Draft(model.float(), shift_batch, train, validation)
+    # EAGLE drafts pair a state with the token after it, block drafts with its own.
+    preprocess = shift_batch if algorithm in ("eagle3", "peagle") else None
+    return Draft(model.float(), preprocess, train, validation)
 
 
 def trainable(model) -> dict[str, torch.Tensor]:

@@ -5,9 +5,11 @@ The rules ask it for inputs and command line values; nothing else decides what
 a result is made from.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from scripts.lib.config import resolve_teacher
 from scripts.lib.errors import UserError
 from scripts.lib.identity import CONTRACTS, pin_file, pin_tree
 from scripts.lib.nodes import Batch, Node
@@ -25,7 +27,15 @@ class Plan:
         self.config, self.root, self.store = config, Path(root), config["store"].rstrip("/")
         self._nodes: dict[tuple[str, str], Node] = {}
         self._memo: dict[tuple, Any] = {}
-        self.last_epoch = config["study"]["epochs"]
+        # (verifier, algorithm, strategy) -> epochs trained, epochs benchmarked
+        self.runs: dict[tuple[str, str, str], tuple[int, set[int]]] = {}
+        for run in config["study"]["runs"]:
+            for name in product(run["verifiers"], run["algorithms"], run["strategies"]):
+                trained, measured = self.runs.get(name, (0, set()))
+                self.runs[name] = (
+                    max(trained, run["epochs"]), measured | set(run["benchmark_epochs"])
+                )  # fmt: skip
+        self.verifiers = list(dict.fromkeys(v for v, _, _ in self.runs))
 
     # -- helpers ---------------------------------------------------------------
 
@@ -110,15 +120,18 @@ class Plan:
         entry = self.config["models"][name]
         template = entry["chat_template"]
         settings = {"source": entry["source"]}
-        local = {"path": "", "chat_template": template}
+        local, parents = {"path": "", "chat_template": template}, {}
         if entry["source"] == "package":
             settings |= {k: entry[k] for k in ("package", "version", "file", "dtype")}
+        elif entry["source"] == "derived":
+            settings["drop_layers"] = sorted(entry["drop_layers"])
+            parents["base"] = self.model(entry["from"])
         else:
             path = self.root / entry["path"]
             settings["pin"], local["path"] = pin_tree(path), str(path)
         if template:
             settings["chat_template"] = pin_file(self.root / template)
-        node = self._node("models", [name], settings, local=local)
+        node = self._node("models", [name], settings, parents, local=local)
         self._memo["model", name] = node
         return node
 
@@ -155,21 +168,17 @@ class Plan:
         return self._node("workloads", [name], settings, local={"paths": paths})
 
     def teacher_name(self, name: str, verifier: str) -> str:
-        """Resolve `self` to the one teacher entry whose model is the verifier.
+        """Resolve a teacher's name or role for a verifier (`config.resolve_teacher`)."""
+        return resolve_teacher(self.config, name, verifier, "teacher")
 
-        Raises:
-            UserError: when there is none, or more than one.
-        """
-        if name != "self":
-            return name
-        own = [t for t, e in self.config["teachers"].items() if e["model"] == verifier]
-        if len(own) != 1:
-            raise UserError(
-                f"configuration: teacher 'self' of verifier {verifier} needs exactly one entry "
-                f"of `teachers` with model {verifier}, found {own or 'none'}. Add one, or name "
-                "the teacher in the strategy."
-            )
-        return own[0]
+    def relation(self, strategy: str, verifier: str) -> str:
+        """Return whose responses a strategy learns from: self, same_family, cross_family."""
+        teacher = self.teacher_name(self.config["strategies"][strategy]["teacher"], verifier)
+        models, model = self.config["models"], self.config["teachers"][teacher]["model"]
+        if model == verifier:
+            return "self"
+        family = models[verifier]["family"]
+        return "same_family" if family and family == models[model]["family"] else "cross_family"
 
     def responses(self, teacher: str, pool: str, index: int) -> Node:
         """A teacher's responses to one prompt shard."""
@@ -181,19 +190,23 @@ class Plan:
         names = [teacher, pool, f"shard-{index:05d}"]
         return self._node("responses", names, settings, parents)
 
-    def tokens(self, verifier: str, teacher: str, pool: str, index: int) -> Node:
+    def tokens(
+        self, verifier: str, teacher: str, pool: str, index: int, reasoning: str = "template"
+    ) -> Node:
         """One response shard under the verifier's tokenizer and template."""
         teacher = self.teacher_name(teacher, verifier)
         responses = self.responses(teacher, pool, index)
-        settings = {"max_length": self.config["tokens"]["max_length"]}
+        settings = {"max_length": self.config["tokens"]["max_length"], "reasoning": reasoning}
         parents = {"model": self.model(verifier), "responses": responses}
         names = [verifier, teacher, pool, f"shard-{index:05d}"]
         return self._node("tokens", names, settings, parents)
 
-    def token_shards(self, verifier: str, teacher: str, pools: dict[str, int]) -> list[Node]:
+    def token_shards(
+        self, verifier: str, teacher: str, pools: dict[str, int], reasoning: str = "template"
+    ) -> list[Node]:
         """All token shards that hold the first n samples of each pool (pool order: by name)."""
         return [
-            self.tokens(verifier, teacher, pool, index)
+            self.tokens(verifier, teacher, pool, index, reasoning)
             for pool in sorted(pools)
             for index in range(self.shard_count(pool, pools[pool]))
         ]
@@ -240,7 +253,7 @@ class Plan:
         if memo in self._memo:
             return self._memo[memo]
         recipe, spec = self.config["algorithms"][algorithm], self.config["strategies"][strategy]
-        shards = self.token_shards(verifier, spec["teacher"], spec["pools"])
+        shards = self.token_shards(verifier, spec["teacher"], spec["pools"], spec["reasoning"])
         parents: dict[str, Any] = {"model": self.model(verifier), "tokens": shards}
         settings: dict[str, Any] = {"samples": dict(sorted(spec["pools"].items()))}
         own_teacher = self.teacher_name("self", verifier)
@@ -340,14 +353,13 @@ class Plan:
         algorithm, strategy, epoch = checkpoint
         return [f"{algorithm}.{strategy}.epoch-{epoch}"]
 
+    def trained(self) -> list[tuple[str, tuple[str, str, int]]]:
+        """All (verifier, (algorithm, strategy, epoch)) that the study trains."""
+        return [(v, (a, s, e)) for (v, a, s), (n, _) in self.runs.items() for e in range(1, n + 1)]
+
     def checkpoints(self) -> list[tuple[str, tuple[str, str, int]]]:
-        """All (verifier, (algorithm, strategy, epoch)) of the study."""
-        study = self.config["study"]
-        return [
-            (v, (a, s, e))
-            for v in study["verifiers"] for a in study["algorithms"]
-            for s in study["strategies"] for e in range(1, study["epochs"] + 1)
-        ]  # fmt: skip
+        """Those of `trained` that the study benchmarks."""
+        return [(v, c) for v, c in self.trained() if c[2] in self.runs[v, c[0], c[1]][1]]
 
     def benchmark_parts(self, verifier: str, checkpoint) -> list[tuple[str, Node]]:
         """All (workload, part) benchmarks of one checkpoint, or of the bare verifier (None)."""
@@ -357,8 +369,9 @@ class Plan:
         if checkpoint is None:
             other = bench["control_concurrency"]
             parts += [(w, self.acceptance(verifier, None, w, other)) for w in workloads]
-        epochs = latency["epochs"] or [self.last_epoch]
-        if checkpoint is None or checkpoint[2] in epochs:
+        if checkpoint is None or checkpoint[2] in (
+            latency["epochs"] or [self.runs[verifier, *checkpoint[:2]][0]]
+        ):
             parts += [
                 (w, self.latency(verifier, checkpoint, w, c))
                 for w in latency["workloads"]
@@ -368,7 +381,7 @@ class Plan:
 
     def servers(self) -> list[tuple[str, Any]]:
         """Every (verifier, checkpoint or None) that is benchmarked: one server start each."""
-        bare: list[tuple[str, Any]] = [(v, None) for v in self.config["study"]["verifiers"]]
+        bare: list[tuple[str, Any]] = [(v, None) for v in self.verifiers]
         return bare + self.checkpoints()
 
     # -- the whole -------------------------------------------------------------
@@ -379,6 +392,8 @@ class Plan:
             self._memo["targets",] = [
                 n for v, c in self.servers() for _, n in self.benchmark_parts(v, c)
             ]
+            for verifier, checkpoint in self.trained():
+                self.speculator(verifier, *checkpoint)
             # Starts of strategies are trained too, though not benchmarked.
             for node in [n for (s, _), n in self._nodes.items() if s == "speculators"]:
                 self.training_states(node)
@@ -388,16 +403,19 @@ class Plan:
         """Return what tables need: every part of the study with its labels (JSON-ready)."""
         bench, config = self.config["benchmark"], self.config
         acceptance, latency, training = [], [], []
+        measured = set(self.checkpoints())
+        for verifier, checkpoint in self.trained():
+            node = self.speculator(verifier, *checkpoint)
+            chain: list[str] = []
+            step: Node | None = node
+            while step:
+                chain.insert(0, step.key)
+                step = step.parents.get("previous") or step.parents.get("start")
+            training.append(self._checkpoint_labels(verifier, checkpoint) | {
+                "folder": node.folder, "key": node.key, "chain": chain,
+                "benchmarked": (verifier, checkpoint) in measured})  # fmt: skip
         for verifier, checkpoint in self.servers():
-            algorithm, strategy, epoch = checkpoint or (None, None, None)
-            labels = {
-                "verifier": verifier, "model": self.model_text(verifier), "algorithm": algorithm,
-                "strategy": strategy, "epoch": epoch, "schedule_epochs":
-                config["strategies"][strategy]["schedule_epochs"] if strategy else None,
-            }  # fmt: skip
-            if checkpoint:
-                node = self.speculator(verifier, *checkpoint)
-                training.append(labels | {"folder": node.folder, "key": node.key})
+            labels = self._checkpoint_labels(verifier, checkpoint)
             for workload, node in self.benchmark_parts(verifier, checkpoint):
                 row = labels | node.settings | {
                     "workload": workload, "folder": node.folder, "key": node.key}  # fmt: skip
@@ -414,6 +432,7 @@ class Plan:
             "study": config["study"]["name"], "seed": config["seed"],
             "bench": {k: bench[k] for k in ("bootstrap_samples", "min_prompts", "overlap_ngram")},
             "acceptance": acceptance, "latency": latency, "training": training,
+            "strategies": self._strategy_rows(),
             "pools": [{"pool": p, "folder": f} for p, f in sorted(pools)],
             "workloads": [
                 {"workload": w, "folder": self.workload(w).folder}
@@ -426,9 +445,52 @@ class Plan:
             ],
         }  # fmt: skip
 
+    def _checkpoint_labels(self, verifier: str, checkpoint) -> dict:
+        algorithm, strategy, epoch = checkpoint or (None, None, None)
+        spec = self.config["strategies"].get(strategy)
+        return {
+            "verifier": verifier, "model": self.model_text(verifier), "algorithm": algorithm,
+            "strategy": strategy, "epoch": epoch,
+            "schedule_epochs": spec and spec["schedule_epochs"],
+        }  # fmt: skip
+
+    def _strategy_rows(self) -> list[dict]:
+        """Return whose responses each strategy (starts included) learns from, per verifier."""
+        strategies, used = self.config["strategies"], {}
+        for verifier, _, strategy in self.runs:
+            name: str | None = strategy
+            while name:
+                used[verifier, name] = strategies[name]["pools"]
+                name = (strategies[name].get("start") or {}).get("strategy")
+        rows: list[dict] = []
+        sharing: dict[str, set[str]] = {}  # key of a responses part -> verifiers that use it
+        for (verifier, name), pools in used.items():
+            spec, own = strategies[name], self.relation(name, verifier) == "self"
+            teacher, parts = self.teacher_name(spec["teacher"], verifier), []
+            for pool in sorted(pools):
+                for index in range(self.shard_count(pool, pools[pool])):
+                    part = self.responses(teacher, pool, index)
+                    sharing.setdefault(part.key, set()).add(verifier)
+                    parts.append({
+                        "folder": part.folder, "key": part.key, "first": 0, "stop": pools[pool]
+                    })  # fmt: skip
+            samples = sum(pools.values())
+            rows.append({
+                "verifier": verifier, "strategy": name, "start": spec.get("start"),
+                "relation": self.relation(name, verifier), "teachers": [teacher],
+                "samples": samples, "own_samples": samples if own else 0, "responses": parts,
+            })  # fmt: skip
+        for row in rows:
+            for entry in row["responses"]:
+                entry["verifiers"] = len(sharing[entry["key"]])
+        return rows
+
     def model_text(self, name: str) -> str:
         """Return a model's source and revision as text."""
         entry = self.config["models"][name]
         if entry["source"] == "package":
             return f"{entry['package']} {entry['version']}"
+        if entry["source"] == "derived":
+            dropped = ", ".join(map(str, sorted(entry["drop_layers"])))
+            return f"{self.model_text(entry['from'])} without layers {dropped}"
         return f"{entry['path']} ({self.model(name).settings['pin']})"

@@ -1,6 +1,7 @@
 """Samples: which rows of token shards a consumer reads, and the validation split."""
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 
 from scripts.lib import tables
@@ -44,6 +45,16 @@ def read_tokens(folders: list[Path], samples: dict[str, int]) -> list[dict]:
                 "sample count, or add prompts."
             )
     return rows
+
+
+def count_tokens(rows: list[dict]) -> Counter:
+    """Count the supervised token ids of token rows."""
+    counter: Counter = Counter()
+    for row in rows:
+        counter.update(
+            i for i, keep in zip(row["input_ids"], row["loss_mask"], strict=True) if keep
+        )
+    return counter
 
 
 def is_validation(prompt_id: str, share: float) -> bool:

@@ -76,7 +76,14 @@ def speculative_config(algorithm: str, checkpoint: Path, k: int) -> dict:
     Raises:
         UserError: for an algorithm whose method is not known.
     """
-    methods: dict[str, dict] = {"eagle3": {"method": "eagle3"}}
+    methods: dict[str, dict] = {
+        "eagle3": {"method": "eagle3", "parallel_drafting": False},
+        # Without the flag vLLM loads a P-EAGLE draft and runs it as EAGLE-3.
+        "peagle": {"method": "eagle3", "parallel_drafting": True},
+        "dflash": {"method": "dflash"},
+        "dflash2": {"method": "dflash"},
+        "dspark": {"method": "dspark"},
+    }
     if algorithm not in methods:
         raise UserError(f"no serving method is known for the algorithm {algorithm!r}.")
     return methods[algorithm] | {"model": str(checkpoint), "num_speculative_tokens": k}

@@ -2,7 +2,10 @@
 
 import csv
 import math
+import re
 import time
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,19 +173,40 @@ class Trainer:
 
         self.model.eval()
         sums: dict[str, float] = {}
-        for batch in batches.epoch(0):
+        for number, batch in enumerate(batches.epoch(0)):
+            # Block drafts choose their anchors at random, which must be the same for all.
+            torch.manual_seed(self.settings["seed"] * 1_000_003 + number)
             _, metrics = self._forward(batch, self.validation_arguments)
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
         return normalize_counted_metrics(sums)
 
 
-def expected_acceptance_length(metrics: dict[str, float]) -> float:
-    """Return 1 + the sum over positions of the share of drafts right up to there.
+def accuracy_by_position(metrics: dict[str, float]) -> list[float]:
+    """Return the share of held-out drafts right at each drafted position.
 
-    This is what greedy serving would accept on the same text (teacher forced).
+    For EAGLE-3 a position counts only if all before it were right; P-EAGLE and block
+    drafts, which propose all positions at once, count each on its own.
     """
-    return 1.0 + sum(v for k, v in metrics.items() if k.startswith("full_acc_"))
+    cumulative = [n for n in metrics if re.fullmatch(r"full_acc_\d+", n)]
+    single = [n for n in metrics if re.fullmatch(r"position_\d+_acc", n)]
+    names = sorted(cumulative or single, key=lambda n: int(re.findall(r"\d+", n)[0]))
+    return [metrics[n] for n in names]
+
+
+def expected_acceptance_length(metrics: dict[str, float]) -> float:
+    """Return 1 + the mean number of leading right positions of a draft (teacher forced).
+
+    This is what greedy serving would accept on the same text. Block drafts report it
+    themselves (`eal`); for P-EAGLE, which reports positions apart, they are taken as
+    independent, so that the number is somewhat too low.
+    """
+    if "eal" in metrics:
+        return metrics["eal"]
+    accuracies = accuracy_by_position(metrics)
+    if "full_acc_0" in metrics:
+        return 1.0 + sum(accuracies)
+    return 1.0 + sum(accumulate(accuracies, mul))
 
 
 def write_history(path: Path, history: list[dict]) -> None:
