@@ -31,9 +31,10 @@ format: env
 	@$(BIN)/ruff format scripts tests
 	@$(BIN)/snakefmt Snakefile rules
 
-## make bench      engine efficiency: our stages against bare vLLM
+## make bench      efficiency: our stages against bare vLLM, the dry run of a large study
 bench: env
 	@$(BIN)/python scripts/bench.py
+	@$(BIN)/python scripts/bench_plan.py
 
 ## make gc         list stored parts that the configuration does not use (GC=--remove removes them)
 gc: env

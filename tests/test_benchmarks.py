@@ -264,10 +264,16 @@ def test_sampling_with_speculation_on_cpu_is_refused(k, temperature, device, ref
 
 
 def test_speculative_method_is_explicit_whatever_the_path_says():
-    config = server.speculative_config("eagle3", Path("/x/medusa-mtp-dflash/checkpoint"), 5)
-    assert config == {
-        "method": "eagle3", "model": "/x/medusa-mtp-dflash/checkpoint", "num_speculative_tokens": 5,
+    checkpoint = Path("/x/medusa-mtp-dflash/checkpoint")
+    methods = {
+        "eagle3": {"method": "eagle3", "parallel_drafting": False},
+        "peagle": {"method": "eagle3", "parallel_drafting": True},
+        "dflash": {"method": "dflash"},
     }  # fmt: skip
+    for algorithm, method in methods.items():
+        assert server.speculative_config(algorithm, checkpoint, 5) == method | {
+            "model": str(checkpoint), "num_speculative_tokens": 5,
+        }  # fmt: skip
     with pytest.raises(UserError, match="'unheard-of'"):
         server.speculative_config("unheard-of", Path("/x/eagle3"), 5)
 

@@ -100,16 +100,21 @@ class Plan:
         `parts` may come from several batches. A batch is asked for with everything that
         this configuration still lacks in its folder, so that one job makes it all.
         """
-        wanted = []
-        for part in parts:
+        return sorted({self._input(part) for part in parts})
+
+    def _input(self, part: Node) -> str:
+        # Looked up once: every epoch of every strategy asks for the same parts.
+        memo = ("input", part.stage, part.key)
+        if memo not in self._memo:
             if Path(part.manifest).exists():
-                wanted.append(part.manifest)
+                self._memo[memo] = part.manifest
             else:
                 folder = self.batch_folder(part)
                 if ("batch", folder) not in self._memo:
-                    self._memo["batch", folder] = self.batch(self.batch_parts(part.stage, folder))
-                wanted.append(self._memo["batch", folder].manifest)
-        return sorted(set(wanted))
+                    batch = self.batch(self.batch_parts(part.stage, folder))
+                    self._memo["batch", folder] = batch.manifest if batch else part.manifest
+                self._memo[memo] = self._memo["batch", folder]
+        return self._memo[memo]
 
     # -- data ------------------------------------------------------------------
 
@@ -195,11 +200,15 @@ class Plan:
     ) -> Node:
         """One response shard under the verifier's tokenizer and template."""
         teacher = self.teacher_name(teacher, verifier)
+        memo = ("tokens", verifier, teacher, pool, index, reasoning)
+        if memo in self._memo:
+            return self._memo[memo]
         responses = self.responses(teacher, pool, index)
         settings = {"max_length": self.config["tokens"]["max_length"], "reasoning": reasoning}
         parents = {"model": self.model(verifier), "responses": responses}
         names = [verifier, teacher, pool, f"shard-{index:05d}"]
-        return self._node("tokens", names, settings, parents)
+        node = self._memo[memo] = self._node("tokens", names, settings, parents)
+        return node
 
     def token_shards(
         self, verifier: str, teacher: str, pools: dict[str, int], reasoning: str = "template"
@@ -213,14 +222,15 @@ class Plan:
 
     def hidden_state(self, tokens: Node, layer: int) -> Node:
         """One layer's states of one token shard."""
+        memo = ("states", tokens.key, layer)
+        if memo in self._memo:
+            return self._memo[memo]
         settings = {"layer": layer, "dtype": self.config["hidden_states"]["dtype"]}
         parents = {"model": tokens.parents["model"], "tokens": tokens}
-        return self._node(
-            "hidden_states",
-            [*tokens.names, f"layer-{layer:03d}" if layer >= 0 else "layer-last"],
-            settings,
-            parents,
-        )
+        name = f"layer-{layer:03d}" if layer >= 0 else "layer-last"
+        node = self._node("hidden_states", [*tokens.names, name], settings, parents)
+        self._memo[memo] = node
+        return node
 
     def layers(self, algorithm: str) -> list[int]:
         """The layer ids an algorithm's draft reads; the verifier's last layer is added later."""
