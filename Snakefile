@@ -95,3 +95,4 @@ rule benchmarks:
 rule tables:
     input:
         rules.make_tables.output,
+        rules.make_answers.output,

@@ -13,6 +13,7 @@ def code(*files):
 localrules:
     write_plan,
     make_tables,
+    make_answers,
     make_report,
     link_current,
 
@@ -42,22 +43,44 @@ rule make_tables:
     log:
         "results/logs/tables.log",
     params:
-        code=code(SCRIPTS / "tables.py", LIB / "statistics.py"),
+        code=code(SCRIPTS / "tables.py", LIB / "results.py", LIB / "statistics.py"),
     shell:
         "{RUN}/tables.py --plan {input.plan:q} --out results/tables"
         " --index results/index.csv --log {log:q}"
 
 
+# Responses are no input: they may have been removed, and are not worth making again for
+# a table. Whatever made the speculators has read them before.
+rule make_answers:
+    input:
+        PLAN.inputs(PLAN.targets()),
+        [n.manifest for n in PLAN.nodes("speculators")],
+        plan="results/tables/plan.json",
+    output:
+        multiext("results/tables/strategies", ".csv", ".parquet"),
+        multiext("results/tables/epochs", ".csv", ".parquet"),
+        "results/tables/answers.txt",
+    log:
+        "results/logs/answers.log",
+    params:
+        code=code(SCRIPTS / "answers.py", LIB / "results.py", LIB / "statistics.py"),
+    shell:
+        "{RUN}/answers.py --plan {input.plan:q} --out results/tables --log {log:q}"
+
+
 rule make_report:
     input:
         rules.make_tables.output,
+        rules.make_answers.output,
         plan="results/tables/plan.json",
     output:
         "results/report.html",
     log:
         "results/logs/report.log",
     params:
-        code=code(SCRIPTS / "report.py", LIB / "figures.py", LIB / "statistics.py"),
+        code=code(
+            SCRIPTS / "report.py", LIB / "figures.py", LIB / "results.py", LIB / "statistics.py"
+        ),
     shell:
         "{RUN}/report.py --plan {input.plan:q} --tables results/tables"
         " --figures results/figures --out {output:q} --log {log:q}"

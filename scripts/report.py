@@ -16,16 +16,25 @@ import jinja2
 import pyarrow.parquet as pq
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from scripts.lib import cli, figures, statistics, store
+from scripts.lib import cli, figures, results, statistics, store
 from scripts.lib.errors import UserError
 from scripts.lib.figures import grouped, last_macro
 from scripts.lib.statistics import MACRO, POOLED
 
-TABLES = ("acceptance", "lossless", "latency", "training")
+TABLES = ("acceptance", "lossless", "latency", "training", "strategies", "epochs")
+FEW = 4  # more speculators than this are folded away below the answers
 CAPTIONS = {
+    "acceptance_by_strategy": "Acceptance length by workload, a bar per strategy after its last "
+    "measured epoch, with 95 % intervals over prompts. These intervals are wider than those of "
+    "differences: the table above compares strategies prompt by prompt.",
+    "acceptance_by_own_samples": "Acceptance length (macro) of speculators that start from a "
+    "checkpoint trained on another model's responses and go on with some of the verifier's own. "
+    "0 is that checkpoint, the dashed line a speculator trained on own responses only; bars and "
+    "band are 95 % intervals.",
     "acceptance_by_epoch": "Acceptance length against training epoch: thin lines are workloads, "
     "the black line is their macro mean, its band the 95 % interval over prompts. A speculator "
-    "that never guesses right has 1.",
+    "that never guesses right has 1. Strategies measured after one epoch only are in "
+    "acceptance_by_strategy.",
     "training_loss": "Training loss by step (grey: every step, blue: mean of neighbouring steps) "
     "and the loss on held-out conversations after each epoch.",
     "position_rates": "Share of drafts whose token at a position was accepted, last epoch, macro "
@@ -44,21 +53,13 @@ th,td{padding:.25rem .6rem;border-bottom:1px solid #d8dee4;white-space:nowrap;te
 th{background:#f6f8fa}td.text,th.text{text-align:left}tr.summary td{font-weight:600}
 tr.flagged td{background:#fff3cd}figure{margin:1.5rem 0}img{max-width:100%}
 figcaption,.note{color:#57606a;font-size:.9rem}.lead{font-size:1.1rem}dt{font-weight:600}
+.notice{background:#fff3cd;border-left:.3rem solid #d4a72c;padding:.5rem 1rem;margin:.5rem 0}
 </style></head><body>
 {% macro cell(tag, column) %}<{{ tag }}{% if column in texts %} class="text"{% endif %}>
 {%- endmacro %}
-<h1>{{ study }}: what the speculators give</h1>
-{% for sentence in headline %}<p class="lead">{{ sentence }}</p>
-{% endfor %}
-<h2>What was run</h2>
-<dl>{% for name, value in run %}<dt>{{ name }}</dt><dd>{{ value }}</dd>
-{% endfor %}</dl>
-{% for section in sections %}<h2>{{ section.title }}</h2>
+{% macro show(section) %}<h2>{{ section.title }}</h2>
 {% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
-{% for f in section.figures %}
-<figure><img alt="{{ f.name }}" src="data:image/png;base64,{{ f.data }}">
-<figcaption>{{ f.caption }}</figcaption></figure>
-{% endfor %}{% for table in section.tables %}
+{% for table in section.tables %}
 <details{% if table.open %} open{% endif %}><summary>{{ table.title }}</summary>
 <div class="scroll"><table>
 <thead><tr>{% for c in table.columns %}{{ cell("th", c) }}{{ c }}</th>{% endfor %}</tr></thead>
@@ -66,7 +67,24 @@ figcaption,.note{color:#57606a;font-size:.9rem}.lead{font-size:1.1rem}dt{font-we
 <tr class="{{ row.style }}">{% for c, v in row.cells %}{{ cell("td", c) }}{{ v }}</td>
 {%- endfor %}</tr>{% endfor %}
 </tbody></table></div></details>
-{% endfor %}{% endfor %}
+{% endfor %}{% for f in section.figures %}
+<figure><img alt="{{ f.name }}" src="data:image/png;base64,{{ f.data }}">
+<figcaption>{{ f.caption }}</figcaption></figure>
+{% endfor %}{% endmacro %}
+<h1>{{ study }}: what the speculators give</h1>
+{% for sentence in notices %}<p class="notice">{{ sentence }}</p>
+{% endfor %}
+{% for title, told in answers %}<p class="lead"><b>{{ title }}</b><br>
+{%- for sentence in told %}{{ sentence }}<br>{% endfor %}</p>
+{% endfor %}
+<details{% if headline|length <= few %} open{% endif %}><summary>each speculator in words</summary>
+{% for sentence in headline %}<p>{{ sentence }}</p>
+{% endfor %}</details>
+{% for section in sections if section.answer %}{{ show(section) }}{% endfor %}
+<h2>What was run</h2>
+<dl>{% for name, value in run %}<dt>{{ name }}</dt><dd>{{ value }}</dd>
+{% endfor %}</dl>
+{% for section in sections if not section.answer %}{{ show(section) }}{% endfor %}
 <h2>Definitions</h2><dl>
 <dt>acceptance length</dt><dd>1 + accepted / drafts: tokens that one step of the verifier emits,
 its own (bonus) token included. Between 1 and k + 1.</dd>
@@ -79,7 +97,24 @@ workload with more drafts weighs more. Counters in a macro row are sums.</dd>
 <dt>interval (ci_low, ci_high)</dt><dd>95 % bootstrap interval, {{ bench.bootstrap_samples }}
 resamples of prompts (for macro and pooled inside each workload). It covers the choice of prompts,
 not the seed of a training.</dd>
-<dt>samples</dt><dd>Conversations in one epoch of training.</dd>
+<dt>samples</dt><dd>Conversations in one epoch of training; in the table of strategies, prompts
+that were asked for, before any were held out or lost. own_samples: those of them that the verifier
+answered itself.</dd>
+<dt>self_difference</dt><dd>Acceptance length minus that of the speculator trained on the
+verifier's own responses, same algorithm, after epoch self_epoch. Intervals are paired: each
+resample draws the same prompts for both, and only prompts that both answered count.</dd>
+<dt>start, training_tokens, train_seconds, teacher_seconds</dt><dd>A strategy may start from
+another one's checkpoint. Its tokens (all epochs), seconds and teacher's seconds include those of
+its start. teacher_seconds are seconds of generation times devices (on a CPU, threads), of whole
+response sets; teacher_verifiers counts the study's verifiers that share them, and
+teacher_seconds_per_verifier divides by that. Responses for vocabulary and validation are not
+counted.</dd>
+<dt>vocab_coverage</dt><dd>Share of the trained tokens that the draft vocabulary holds.</dd>
+<dt>suggested</dt><dd>The earliest epoch against which no later one is clearly better, that is,
+has a paired interval of the difference wholly above 0. An epoch inside a longer learning rate
+schedule is not what a schedule of that length would give.</dd>
+<dt>gain_share</dt><dd>How much of the gain from first to last measured epoch is reached; only
+where that gain is clearly above 0.</dd>
 <dt>failed</dt><dd>Requests that the server did not answer; they are in no other number.</dd>
 <dt>dropped_overlap</dt><dd>Prompts left out since a training pool holds them too: the same prompt,
 or {{ bench.overlap_ngram }} consecutive words in common.</dd>
@@ -104,6 +139,7 @@ A part's <code>manifest.json</code> says what it was made from. Counters per req
 """
 TEXTS = {
     "verifier", "model", "algorithm", "strategy", "workload", "hardware", "key", "device",
+    "relation", "teachers", "start", "teacher_device", "teacher device", "reason",
 }  # fmt: skip
 
 
@@ -180,6 +216,40 @@ def pivot(rows: list[dict]) -> list[dict]:
     return result
 
 
+def span(row: dict, name: str) -> str:
+    """Return the interval of a column as text."""
+    low, high = (row[f"{name}_ci_{end}"] for end in ("low", "high"))
+    return "\u2013" if low is None else f"{text(low)} to {text(high)}"
+
+
+def count(value) -> str:
+    """Return a large number as text."""
+    return "\u2013" if value is None else f"{value:,.0f}"
+
+
+def compact(rows: list[dict]) -> list[dict]:
+    """Return what decides between strategies: one row each, after its last epoch."""
+    result = []
+    for panel in results.last_epochs(rows).values():
+        plain = results.reference(panel)
+        for row in panel:
+            difference, found = row["self_difference"], span(row, "self_difference")
+            result.append({
+                **{c: row[c] for c in ("verifier", "algorithm", "strategy", "epoch", "teachers")},
+                "start": row["start"], "samples": count(row["samples"]),
+                "macro": row["macro"], "95 % interval": span(row, "macro"),
+                "self_epoch": row["self_epoch"],
+                "against self": "reference" if row["strategy"] == plain
+                else None if difference is None else f"{difference:+.3f} ({found})",
+                "training tokens": count(row["training_tokens"]),
+                "teacher seconds": count(row["teacher_seconds"]),
+                "shared by": row["teacher_verifiers"],
+                "seconds per verifier": count(row["teacher_seconds_per_verifier"]),
+                "teacher device": row["teacher_device"], "flagged": row["flagged"],
+            })  # fmt: skip
+    return result
+
+
 def gist(row: dict, latency: list[dict], lossless: list[dict], workloads: int) -> str:
     """Return what a macro row, and the latency and pooled lossless rows beside it, say."""
     result = (
@@ -205,6 +275,21 @@ def gist(row: dict, latency: list[dict], lossless: list[dict], workloads: int) -
     return result
 
 
+def compact_epochs(rows: list[dict]) -> list[dict]:
+    """Return the gain of each measured epoch, and the suggestion with its reason."""
+    return [
+        {
+            **{c: row[c] for c in ("verifier", "algorithm", "strategy", "epoch", "macro")},
+            "95 % interval": span(row, "macro"), "gain": row["gain"],
+            "95 % interval of gain": span(row, "gain"), "gain_share": row["gain_share"],
+            "validation_loss": row["validation_loss"],
+            "suggested": "yes" if row["suggested"] else "", "reason": row["reason"],
+            "flagged": row["flagged"],
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
 def headline(tables: dict) -> list[str]:
     """Return one paragraph per verifier, algorithm and strategy on its last epoch."""
     result, key = [], itemgetter("verifier", "algorithm", "strategy", "epoch")
@@ -213,6 +298,12 @@ def headline(tables: dict) -> list[str]:
         pooled = [r for r in own["lossless"] if r["workload"] == POOLED]
         result.append(gist(row, own["latency"], pooled, len(own["acceptance"]) - 2))
     return result or ["No speculator was measured in this study."]
+
+
+def answers(tables: dict) -> list[tuple[str, list[str]]]:
+    """Return title and sentences per verifier and algorithm; see `results.sentences`."""
+    found = results.sentences(tables["strategies"], tables["epochs"])
+    return [(" / ".join(name), told) for name, told in found.items()]
 
 
 def run_facts(plan: dict, tables: dict) -> list[tuple[str, str]]:
@@ -239,6 +330,13 @@ def run_facts(plan: dict, tables: dict) -> list[tuple[str, str]]:
 def sections(tables: dict, images: dict[str, bytes]) -> list[dict]:
     """Return title, note, figures and tables of the page's middle part."""
     layout = (
+        ("Which data to pay for", "strategies",
+         ("acceptance_by_strategy", "acceptance_by_own_samples"),
+         "Each strategy after its last measured epoch. It is compared with self after the same "
+         "number of epochs where that was measured, else with self's last (self_epoch). Intervals "
+         "are over prompts; another seed of a training moves a number as well, so small "
+         "differences are no reason to pay."),
+        ("How many epochs", "epochs", (), "Gains are over the measured epoch before."),
         ("Acceptance length", "acceptance", ("acceptance_by_epoch", "position_rates"),
          "* and yellow rows: too few prompts."),
         ("Losslessness", "lossless", (), ""),
@@ -247,17 +345,25 @@ def sections(tables: dict, images: dict[str, bytes]) -> list[dict]:
         ("Training", "training", ("training_loss",),
          "val_acc_i: share of held-out tokens guessed right up to position i."),
     )  # fmt: skip
+    short = {
+        "acceptance": ("acceptance length by workload", pivot),
+        "strategies": ("what each strategy gives and costs", compact),
+        "epochs": ("what each epoch gives", compact_epochs),
+    }
     result = []
     for title, name, shown_figures, note in layout:
         if rows := tables[name]:
-            shown = [html_table(rows, f"all {len(rows)} rows", name != "acceptance")]
-            if name == "acceptance":
-                shown.insert(0, html_table(pivot(rows), "acceptance length by workload"))
+            shown = [html_table(rows, f"all {len(rows)} rows", name not in short)]
+            if name in short:
+                heading, shorten = short[name]
+                shown.insert(0, html_table(shorten(rows), heading))
             drawn = [
                 {"name": f, "caption": CAPTIONS[f], "data": base64.b64encode(images[f]).decode()}
-                for f in shown_figures
-            ]
-            result.append({"title": title, "note": note, "figures": drawn, "tables": shown})
+                for f in shown_figures if f in images
+            ]  # fmt: skip
+            result.append({
+                "title": title, "note": note, "figures": drawn, "tables": shown,
+                "answer": name in ("strategies", "epochs")})  # fmt: skip
     return result
 
 
@@ -266,6 +372,8 @@ def main(args) -> None:
     plan, tables = statistics.read_plan(args.plan), read_tables(args.tables)
     losses = {entry["key"]: read_losses(entry) for entry in plan["training"]}
     drawn = {
+        "acceptance_by_strategy": figures.draw_strategies(tables),
+        "acceptance_by_own_samples": figures.draw_own_samples(tables),
         "acceptance_by_epoch": figures.draw_acceptance(tables),
         "position_rates": figures.draw_positions(tables),
         "training_loss": figures.draw_losses(tables, losses),
@@ -275,7 +383,8 @@ def main(args) -> None:
     stages = grouped(plan["index"], itemgetter("stage"))
     pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     html = pages.from_string(TEMPLATE).render(
-        study=plan["study"], headline=headline(tables), run=run_facts(plan, tables),
+        study=plan["study"], headline=headline(tables), run=run_facts(plan, tables), few=FEW,
+        answers=answers(tables), notices=plan.get("notices", []),
         sections=sections(tables, images), bench=plan["bench"], tables=args.tables,
         figures=args.figures, texts=TEXTS,
         stages=[(stage, len(rows), rows[0]["folder"]) for stage, rows in stages.items()],

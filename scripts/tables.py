@@ -6,141 +6,18 @@ lengths with bootstrap intervals, losslessness, latency with speedups, and train
 curves. Rows are in the order of the plan. `--index` gets names, keys and folders.
 """
 
-import csv
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from scripts.lib import acceptance, cli, statistics, store, tables
+from scripts.lib import cli, results, statistics, store
 from scripts.lib.errors import UserError
+from scripts.lib.results import LABELS, SERVING
 from scripts.lib.statistics import MACRO, POOLED
 
-LABELS = ("verifier", "model", "algorithm", "strategy", "epoch")
-SERVING = ("k", "temperature", "concurrency", "max_tokens", "schedule_epochs")
 LATENCIES = ("ttft_ms", "itl_ms", "latency_ms")
-INTEGERS = {
-    "epoch", "k", "prompts", "drafts", "drafted", "accepted", "failed", "dropped_overlap",
-    "schedule_epochs", "max_tokens", "concurrency", "seed", "samples", "compared", "identical",
-    "control_compared", "control_identical", "requests", "incomplete", "steps", "tokens",
-    "supervised_tokens", "total_steps", "rows", "validation_rows", "trainable_parameters",
-    "device_count",
-}  # fmt: skip
-TEXTS = {
-    "verifier", "model", "algorithm", "strategy", "workload", "vllm", "key", "hardware", "device",
-    "stage", "name", "folder",
-}  # fmt: skip
-
-
-def schema(columns: list[str]) -> pa.Schema:
-    """Return the schema of a table; columns that are not listed above are numbers."""
-    return pa.schema([
-        (c, pa.int64() if c in INTEGERS else pa.string() if c in TEXTS
-         else pa.bool_() if c == "flagged" else pa.float64())
-        for c in columns
-    ])  # fmt: skip
-
-
-def write(rows: list[dict], columns: list[str], csv_path: Path, parquet_path: Path) -> None:
-    """Write a table as CSV and as parquet, each either whole or not at all."""
-    table = pa.Table.from_pylist(rows, schema=schema(columns))
-    with store.replacing(csv_path) as temporary, open(temporary, "w", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table.to_pylist())
-    with store.replacing(parquet_path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
-
-
-def read_prompts(plan: dict) -> tuple[dict[str, list[str]], set[str]]:
-    """Return workload -> prompt ids, and the ids of prompts that a pool also holds."""
-    workloads = {
-        w["workload"]: tables.read(w["folder"], "prompts.parquet", "workloads", tables.PROMPTS)
-        for w in plan["workloads"]
-    }
-    pool = (
-        row for p in plan["pools"]
-        for row in tables.read(p["folder"], "prompts.parquet", "prompts", tables.PROMPTS)
-    )  # fmt: skip
-    everything = [row for rows in workloads.values() for row in rows]
-    overlap = statistics.overlapping(everything, pool, plan["bench"]["overlap_ngram"])
-    return {w: [r["prompt_id"] for r in rows] for w, rows in workloads.items()}, overlap
-
-
-def read_requests(entry: dict, prompts: dict[str, list[str]], overlap: set[str]) -> dict:
-    """Read a part of requests and reduce it to what the tables need.
-
-    Returns:
-        {"entry", "vllm", "values": counters of the prompts that count, "outputs":
-        prompt id -> output, "failed", "dropped"}. Values, failed and dropped add up
-        to the workload.
-
-    Raises:
-        UserError: when the requests are not the workload's or contradict themselves.
-    """
-    folder, manifest = entry["folder"], statistics.open_part(entry, "benchmarks", "acceptance")
-    rows = tables.read(folder, "requests.parquet", "benchmarks", acceptance.REQUESTS)
-    expected = prompts.get(entry["workload"])
-    if expected is None:
-        raise UserError(f"{folder}: the plan lists no workload {entry['workload']}.")
-    if Counter(expected) != Counter(r["prompt_id"] for r in rows):
-        raise UserError(
-            f"{folder}: {len(rows)} requests are not the {len(expected)} prompts of workload "
-            f"{entry['workload']}. Remove the folder; the next run makes it again."
-        )
-    kept = [r for r in rows if r["prompt_id"] not in overlap]
-    good = [r for r in rows if r["status"] == "ok"]
-    try:
-        values = statistics.counters([r for r in kept if r["status"] == "ok"], entry["k"])
-        # As bytes: the outputs of a large study would not fit into memory as lists.
-        outputs = {r["prompt_id"]: np.array(r["output_ids"], np.int32).tobytes() for r in good}
-    except (UserError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{folder}/requests.parquet: {error}. Remove the folder; the next run makes it again."
-        ) from error
-    return {
-        "entry": entry, "values": values, "outputs": outputs,
-        "vllm": statistics.vllm_version(manifest),
-        "failed": len(kept) - len(values), "dropped": len(rows) - len(kept),
-    }  # fmt: skip
-
-
-def checkpoints(parts: list[dict]) -> list[list[dict]]:
-    """Group checkpoint parts by everything but the workload, in the order of the plan."""
-    groups = defaultdict(list)
-    for part in parts:
-        if part["entry"]["role"] == "checkpoint":
-            groups[tuple(part["entry"][c] for c in (*LABELS, *SERVING))].append(part)
-    return list(groups.values())
-
-
-def acceptance_rows(group: list[dict], plan: dict, samples: int | None) -> list[dict]:
-    """Return the rows of one checkpoint: its workloads, macro mean, draft-weighted mean."""
-    bench, entry = plan["bench"], group[0]["entry"]
-    estimates = statistics.summarise(
-        {(p["entry"]["key"], p["entry"]["workload"]): p["values"] for p in group},
-        bench["bootstrap_samples"], plan["seed"],
-    )  # fmt: skip
-    common = {c: entry[c] for c in (*LABELS, *SERVING)} | {"seed": plan["seed"], "samples": samples}
-    rows = []
-    for part in group:
-        key, workload = part["entry"]["key"], part["entry"]["workload"]
-        rows.append(common | estimates[key, workload] | {
-            "workload": workload, "prompts": len(part["values"]), "key": key,
-            "failed": part["failed"], "dropped_overlap": part["dropped"], "vllm": part["vllm"],
-            "flagged": len(part["values"]) < bench["min_prompts"]})  # fmt: skip
-    counts = {c: sum(r[c] for r in rows) for c in ("prompts", "failed", "dropped_overlap")}
-    counts["vllm"] = ", ".join(sorted({p["vllm"] for p in group if p["vllm"]})) or None
-    # A macro mean is as weak as its weakest workload, a pooled one as its total.
-    few = counts["prompts"] < bench["min_prompts"]
-    weak = {MACRO: any(r["flagged"] for r in rows), POOLED: few}
-    summary = [common | estimates[w] | counts | {"workload": w, "flagged": weak[w]} for w in weak]
-    return rows + summary
 
 
 def lossless_rows(group: list[dict], bare: dict[tuple, dict], seed: int) -> list[dict]:
@@ -220,17 +97,14 @@ def training_rows(plan: dict) -> list[dict]:
             "wall_seconds": manifest["wall_seconds"],
         }  # fmt: skip
         row |= {k: v for k, v in found.items() if k not in row and isinstance(v, (int, float))}
-        lengths = found.get("expected_acceptance_length", {})
+        lengths, accuracies = (found.get(n, {}) for n in (expected, "accuracy_by_position"))
         for split, metrics in found.get("validation", {}).items():
             loss, short, prefix = (
                 ("validation_loss", "val_", "") if split == "validation"
                 else (f"{split}_loss", f"{split}_", f"{split}_")
             )  # fmt: skip
             row |= {loss: metrics.get("loss"), f"{prefix}{expected}": lengths.get(split)}
-            row |= {
-                f"{short}acc_{int(name.removeprefix('full_acc_')) + 1}": value
-                for name, value in metrics.items() if name.startswith("full_acc_")
-            }  # fmt: skip
+            row |= {f"{short}acc_{i}": v for i, v in enumerate(accuracies.get(split, []), 1)}
         rows.append(row)
     return rows
 
@@ -318,8 +192,8 @@ def overview(made: dict[str, list[dict]], min_prompts: int) -> list[str]:
 def main(args) -> None:
     """Write all tables to `args.out` and the index to `args.index`."""
     plan = statistics.read_plan(args.plan)
-    prompts, overlap = read_prompts(plan)
-    parts = [read_requests(entry, prompts, overlap) for entry in plan["acceptance"]]
+    prompts, overlap = results.read_prompts(plan)
+    parts = [results.read_requests(entry, prompts, overlap) for entry in plan["acceptance"]]
     bare = {
         (p["entry"]["role"], p["entry"]["verifier"], p["entry"]["workload"]): p
         for p in parts if p["entry"]["role"] != "checkpoint"
@@ -327,17 +201,17 @@ def main(args) -> None:
     training, checkpoint = training_rows(plan), itemgetter(*LABELS[:1], *LABELS[2:])
     samples = {checkpoint(row): row.get("rows") for row in training}
     made: dict[str, list[dict]] = {"acceptance": [], "lossless": []}
-    for group in checkpoints(parts):
+    for group in results.checkpoints(parts):
         trained = samples.get(checkpoint(group[0]["entry"]))
-        made["acceptance"] += acceptance_rows(group, plan, trained)
+        made["acceptance"] += results.acceptance_rows(group, plan, trained)
         made["lossless"] += lossless_rows(group, bare, plan["seed"])
     made |= {"latency": latency_rows(plan), "training": training, "index": plan["index"]}
     for name, columns in table_columns(plan, training).items():
         target = args.index if name == "index" else args.out / f"{name}.csv"
-        write(made[name], columns, target, args.out / f"{name}.parquet")
-    text = "\n".join(overview(made, plan["bench"]["min_prompts"])) + "\n"
+        results.write(made[name], columns, target, args.out / f"{name}.parquet")
+    lines = plan.get("notices", []) + overview(made, plan["bench"]["min_prompts"])
     with store.replacing(args.out / "summary.txt") as temporary:
-        temporary.write_text(text)
+        temporary.write_text("\n".join(lines) + "\n")
     cli.log.info("tables: %d rows in %s", sum(map(len, made.values())), args.out)
 
 

@@ -193,6 +193,64 @@ def test_a_second_strategy_on_the_same_data_shares_it(edited, tmp_path):
     assert all("short" in n for _, n in jobs)
 
 
+@pytest.fixture
+def family(base):
+    """A second model of the demo's family, and a strategy that its largest model teaches."""
+    base["families"] = {"smollm2": {"teacher": "smollm2-135m"}}
+    base["vocabulary"]["teacher"] = "same_family"
+    base["strategies"]["same_family"] = base["strategies"]["self"] | {"teacher": "same_family"}
+    base["study"]["strategies"] = ["same_family"]
+    finish_everything(base)
+    config = copy.deepcopy(base)
+    config["models"]["sibling"] = {
+        "source": "derived", "from": "smollm2-135m", "drop_layers": [4], "family": "smollm2",
+    }  # fmt: skip
+    config["teachers"]["sibling"] = config["teachers"]["smollm2-135m"] | {"model": "sibling"}
+    return config
+
+
+def test_a_verifier_more_of_a_known_family_reuses_its_teachers_responses(family, tmp_path):
+    family["study"]["verifiers"].append("sibling")
+    family["validation"]["own_samples"] = 100
+    jobs = dry_run(family, tmp_path)
+    assert ("prepare_model", "sibling") in jobs
+    assert {n for r, n in jobs if r == "generate_responses"} == {"sibling/demo/shard-00000"}
+    tokens = {n for r, n in jobs if r == "tokenize_responses"}
+    assert {f"sibling/smollm2-135m/demo/shard-0000{i}" for i in (0, 1)} <= tokens
+    assert all("sibling" in n for _, n in jobs)
+    assert not {r for r, _ in jobs} & {"draw_prompts", "draw_workload"}
+
+
+def test_a_study_of_another_verifier_shares_the_teachers_responses(family, tmp_path):
+    family["study"] |= {"name": "another", "verifiers": ["sibling"]}
+    family["workloads"] = {"qa": family["workloads"]["qa"]}
+    family["study"]["workloads"] = ["qa"]
+    family["benchmark"]["latency"]["workloads"] = []
+    family["validation"]["own_samples"] = 100
+    jobs = dry_run(family, tmp_path)
+    assert {n for r, n in jobs if r == "generate_responses"} == {"sibling/demo/shard-00000"}
+    assert not {r for r, _ in jobs} & {"draw_prompts", "draw_workload"}
+    assert ("train_speculator", "sibling/eagle3/same_family/epoch-2") in jobs
+
+
+def test_dropping_other_layers_makes_the_derived_verifier_anew_alone(family, tmp_path):
+    family["study"]["verifiers"].append("sibling")
+    finish_everything(family)
+    assert dry_run(family, tmp_path) == set()
+    family["models"]["sibling"]["drop_layers"] = [5]
+    jobs = dry_run(family, tmp_path)
+    assert jobs and all("sibling" in n for _, n in jobs)
+
+
+def test_runs_of_a_study_plan_only_their_benchmarks(edited, tmp_path):
+    edited["study"]["runs"] = [{"epochs": 4, "benchmark_epochs": "last"}]
+    name = "smollm2-135m/eagle3"
+    assert dry_run(edited, tmp_path) == {
+        ("train_speculator", f"{name}/self/epoch-3"), ("train_speculator", f"{name}/self/epoch-4"),
+        ("benchmark_checkpoint", f"{name}.self.epoch-4"),
+    }  # fmt: skip
+
+
 def test_a_missing_part_is_made_alone(base, tmp_path):
     node = Plan(check(base)).responses("smollm2-135m", "demo", 1)
     shutil.rmtree(node.folder)

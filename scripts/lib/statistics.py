@@ -20,27 +20,32 @@ from scripts.lib.identity import digest
 
 CONFIDENCE = 0.95
 MACRO, POOLED = "macro", "pooled"  # the summary rows, in the place of a workload
+Estimate = tuple[float | None, float | None, float | None]  # value, ends of its interval
 PLAN_FIELDS = (
     "study", "seed", "bench", "acceptance", "latency", "training", "pools", "workloads", "index",
 )  # fmt: skip
 
 
-def read_plan(path: Path) -> dict:
+def read_plan(path: Path, fields: tuple[str, ...] = PLAN_FIELDS) -> dict:
     """Read the list of parts that tables and report are made from.
+
+    Args:
+        path: the JSON file; kept in the plan as "path", to be named in messages.
+        fields: what it has to have.
 
     Raises:
         UserError: when it is missing, damaged or incomplete.
     """
     try:
         plan = json.loads(Path(path).read_text())
-        missing = [name for name in PLAN_FIELDS if name not in plan]
+        missing = [name for name in fields if name not in plan]
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. `snakemake tables` writes it.") from None
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}). Remove it and run again.") from error
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}. Remove it and run again.")
-    return plan
+    return plan | {"path": str(path)}
 
 
 def open_part(entry: dict, stage: str, kind: str | None = None) -> dict:
@@ -201,6 +206,99 @@ def summarise(parts: dict[tuple[str, str], np.ndarray], samples: int, seed: int)
     result[MACRO] = _row(macro, *macro_range, total)
     result[POOLED] = _row(pooled, *pooled_range, total)
     return result
+
+
+def difference(
+    parts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]], samples: int, seed: int
+) -> dict[str, Estimate]:
+    """Estimate by how much one checkpoint's acceptance length exceeds another's.
+
+    Both are measured on the same prompts, so each resample draws the same prompts for
+    both: what makes a prompt easy or hard for either cancels. The stream depends on seed
+    and workload alone, hence any two checkpoints of any study are compared on the same
+    resamples. Workloads without a draft on either side do not count, as in `summarise`.
+
+    Args:
+        parts: (key of the workload's part, workload) -> counters of the one and of the
+            other checkpoint, both [prompts, 3 + k] with the same prompt in the same row.
+        samples: number of resamples.
+        seed: the study's seed.
+
+    Returns:
+        workload and "macro" -> difference and interval; None where there is nothing to
+        compare. An interval is None as soon as a workload has fewer than two prompts.
+    """
+    result: dict[str, Estimate] = {}
+    points, draws = [], []
+    for key, workload in sorted(parts):  # the order of the sums decides the last bits
+        one, other = (values[:, :3] for values in parts[key, workload])
+        sums = one.sum(axis=0), other.sum(axis=0)
+        if not (sums[0][0] and sums[1][0]):
+            result[workload] = (None, None, None)
+            continue
+        first, second = (rates(s)["acceptance_length"] for s in sums)
+        points.append(float(first - second))
+        low = high = drawn = None
+        if len(one) > 1:
+            first, second = (
+                rates(resampled_sums(v, samples, seed, key))["acceptance_length"]
+                for v in (one, other)
+            )
+            drawn = first - second
+            low, high = interval(drawn)
+        draws.append(drawn)
+        result[workload] = (points[-1], low, high)
+    low = high = None
+    whole = [d for d in draws if d is not None]
+    if whole and len(whole) == len(draws):
+        low, high = interval(np.mean(whole, axis=0))
+    result[MACRO] = (float(np.mean(points)) if points else None, low, high)
+    return result
+
+
+def enough_epochs(
+    epochs: list[int], gains: dict[tuple[int, int], Estimate]
+) -> tuple[int | None, dict[int, str]]:
+    """Suggest after which epoch more training stopped to pay.
+
+    The rule: the earliest epoch against which no later epoch is clearly better, that is,
+    no later epoch's paired interval of the difference lies wholly above 0. If that is the
+    last epoch, the curve still rises there and more epochs may pay. Nothing is suggested
+    if an interval is missing. The rule knows prompts only: with few of them intervals are
+    wide and it suggests few epochs.
+
+    Args:
+        epochs: measured epochs, ascending, at least two.
+        gains: (later, earlier) -> difference and its interval.
+
+    Returns:
+        The suggested epoch, and for every epoch one sentence with the numbers behind it.
+    """
+
+    if any(low is None for _, low, _ in gains.values()):
+        return None, dict.fromkeys(epochs, "too few prompts for an interval")
+
+    def best(epochs: list[int], earlier: int) -> int:
+        return max(epochs, key=lambda later: gains[later, earlier][0] or 0.0)
+
+    def told(later: int, earlier: int) -> str:
+        point, low, high = gains[later, earlier]
+        return f"epoch {later} against {earlier} gives {point:+.3f} ({low:.3f} to {high:.3f})"
+
+    after = {epoch: epochs[i:] for i, epoch in enumerate(epochs, 1)}
+    better = {e: [n for n in after[e] if (gains[n, e][1] or 0.0) > 0] for e in epochs}
+    chosen, last, reasons = next(e for e in epochs if not better[e]), epochs[-1], {}
+    for epoch in epochs:
+        if better[epoch]:
+            reason = f"a later epoch is better: {told(best(better[epoch], epoch), epoch)}"
+        elif epoch != chosen:
+            reason = f"an earlier epoch is as good: {told(epoch, chosen)}"
+        elif epoch == last:
+            reason = f"the curve still rises, more epochs may pay: {told(last, epochs[-2])}"
+        else:
+            reason = f"no later epoch is better: {told(best(after[epoch], epoch), epoch)}"
+        reasons[epoch] = reason
+    return chosen, reasons
 
 
 def ngrams(row: dict, length: int) -> Iterator[tuple[str, ...]]:
