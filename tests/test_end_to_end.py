@@ -219,7 +219,7 @@ def test_the_server_drafts_what_the_training_code_drafts(clone, algorithm):
     )  # fmt: skip
     rows = json.loads((clone / "drafts.json").read_text())
     clear = [r for r in rows if r["gap"] > 0.15]
-    assert len(clear) > 40 and len({r["served"] for r in clear}) > 3
+    assert len(clear) > 40 and len({r["served"] for r in clear}) > 1
     assert [r for r in clear if r["served"] != r["trained"]] == []
     assert sum(r["served"] == r["trained"] for r in rows) > 0.85 * len(rows)
 
@@ -250,7 +250,7 @@ def test_a_changed_plot_plans_no_compute(clone):
 
 def test_training_survives_a_kill_and_an_added_epoch_trains_one(clone):
     config = study(clone)
-    config["study"]["epochs"] = 2
+    config["study"] |= {"epochs": 2, "algorithms": ["eagle3"]}
     write(clone, config)
     plan = Plan(check(config))
     node = plan.speculator("smollm2-135m", "eagle3", "self", 2)
@@ -271,7 +271,7 @@ def test_training_survives_a_kill_and_an_added_epoch_trains_one(clone):
 
 def test_a_server_that_dies_is_named_and_nothing_is_left(clone):
     config = study(clone)
-    config["study"]["epochs"] = 2
+    config["study"] |= {"epochs": 2, "algorithms": ["eagle3"]}
     config["benchmark"]["max_tokens"] = 20  # new keys, so that a server is due
     write(clone, config)
 
