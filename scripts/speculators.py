@@ -38,12 +38,6 @@ def load_splits(args, layers: int):
     return result
 
 
-def coverage(rows: list[dict], t2d) -> float:
-    """Return the share of supervised tokens that the draft vocabulary holds."""
-    counter = samples.count_tokens(rows)
-    return sum(n for token, n in counter.items() if bool(t2d[token])) / counter.total()
-
-
 def train(args, part) -> dict:
     """Train the epoch of `args` and write the part's files; return facts."""
     import torch
@@ -98,7 +92,9 @@ def train(args, part) -> dict:
         "accuracy_by_position": {
             k: training.accuracy_by_position(m) for k, m in evaluated.items()
         },
-        "vocab_coverage": {k: coverage(d.rows, vocab["t2d"]) for k, d in data.items()},
+        "vocab_coverage": {
+            k: samples.coverage(samples.count_tokens(d.rows), vocab["t2d"]) for k, d in data.items()
+        },
     }  # fmt: skip
     training.write_history(part.folder / "steps.csv", history)
     draft.save_state(part.folder / draft.STATE, trainer.state())

@@ -32,18 +32,18 @@ def main(args) -> None:
         rows = samples.read_tokens(args.tokens, args.settings["samples"])
         counter = samples.count_tokens(rows)
         d2t, t2d = build_vocab_mappings_from_distribution(dict(counter), size, facts["vocab_size"])
-        covered = sum(n for token, n in counter.items() if bool(t2d[token]))
+        covered = samples.coverage(counter, t2d)
         with store.replacing(part.folder / "vocab.safetensors") as temporary:
             save_file({"d2t": d2t, "t2d": t2d}, str(temporary), metadata=part.metadata())
         part.finish(["vocab.safetensors"], facts={
             "size": size, "distinct_tokens": len(counter), "tokens": counter.total(),
-            "coverage": round(covered / counter.total(), 6),
+            "coverage": round(covered, 6),
         })  # fmt: skip
     cli.log.info(
         "vocab: %d of %d distinct tokens, coverage %.2f %%",
         min(size, len(counter)),
         len(counter),
-        100 * covered / counter.total(),
+        100 * covered,
     )
 
 

@@ -14,17 +14,9 @@ from scripts import hidden_states as stage
 from scripts.lib import shards, store
 from scripts.lib.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, LENGTHS = 8, [3, 1, 5, 2]
 IDS = [f"{i:032x}" for i in (5, 1, 2**120, 7)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads that wait for each other make tiny products slow on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_states(lengths=LENGTHS, hidden=HIDDEN, seed=0):

@@ -20,16 +20,8 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.tensor([[5, 9, 2, 40, 33, 7, 12, 60]])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads that wait for each other make tiny products slow on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def llama(layers=5):

@@ -100,10 +100,11 @@ def check(config: dict) -> dict:
                 )
     models, teachers, pools = config["models"], config["teachers"], config["pools"]
     strategies, study = config["strategies"], config["study"]
-    for name, model in models.items():
-        if model["source"] == "derived":
-            _need([model["from"]], models, f"models.{name}.from", "model")
-            _check_derived_chain(name, models)
+    bases = {n: m["from"] for n, m in models.items() if m["source"] == "derived"}
+    for name, base in bases.items():
+        _need([base], models, f"models.{name}.from", "model")
+    for name in bases:
+        _check_acyclic(name, bases, f"models.{name}.from")
     for name, teacher in teachers.items():
         _need([teacher["model"]], models, f"teachers.{name}.model", "model")
     _check_families(config)
@@ -131,8 +132,15 @@ def check(config: dict) -> dict:
     _need(config["vocabulary"]["pools"], pools, "vocabulary.pools", "pool")
     if config["vocabulary"]["teacher"] not in ROLES:
         _need([config["vocabulary"]["teacher"]], teachers, "vocabulary.teacher", "teacher")
-    for name in strategies:
-        _check_start_chain(name, strategies)
+    starts = {n: s["start"]["strategy"] for n, s in strategies.items() if s.get("start")}
+    for name, origin in starts.items():
+        _check_acyclic(name, starts, f"strategies.{name}.start")
+        epoch, horizon = strategies[name]["start"]["epoch"], strategies[origin]["schedule_epochs"]
+        if epoch > horizon:
+            raise UserError(
+                f"configuration: strategies.{name}.start.epoch is {epoch}, but {origin} has "
+                f"schedule_epochs {horizon}."
+            )
     for run in study["runs"]:
         for name in run["strategies"]:
             horizon = strategies[name]["schedule_epochs"]
@@ -143,7 +151,9 @@ def check(config: dict) -> dict:
                     "trains that strategy anew, as the learning rate schedule depends on it)."
                 )
             for verifier in run["verifiers"]:
-                _check_roles(name, verifier, config)
+                for used_too in with_starts(strategies, name):
+                    teacher = strategies[used_too]["teacher"]
+                    resolve_teacher(config, teacher, verifier, f"strategies.{used_too}.teacher")
     for verifier in {v for run in study["runs"] for v in run["verifiers"]}:
         resolve_teacher(config, config["vocabulary"]["teacher"], verifier, "vocabulary.teacher")
     used = dict.fromkeys(name for run in study["runs"] for name in run["algorithms"])
@@ -182,17 +192,16 @@ def _complete_run(run: dict, study: dict) -> dict:
     return run
 
 
-def _check_derived_chain(name: str, models: dict) -> None:
+def _check_acyclic(name: str, origins: dict[str, str], where: str) -> None:
+    """Check that going from origin to origin (name -> the one it comes from) ends."""
     seen, current = [name], name
-    while models[current]["source"] == "derived":
-        current = models[current]["from"]
-        seen.append(current)
-        if current not in models:
-            return  # reported where `models.<name>.from` is checked
-        if seen.count(current) > 1:
+    while current in origins:
+        current = origins[current]
+        if current in seen:
             raise UserError(
-                f"configuration: models.{name}.from forms a cycle: {' -> '.join(seen)}."
+                f"configuration: {where} forms a cycle: {' -> '.join([*seen, current])}."
             )
+        seen.append(current)
 
 
 def _check_families(config: dict) -> None:
@@ -256,14 +265,12 @@ def resolve_teacher(config: dict, name: str, verifier: str, where: str) -> str:
     return config["families"][family][key]
 
 
-def _check_roles(name: str, verifier: str, config: dict) -> None:
-    """Check that a strategy and the strategies it starts from have teachers."""
-    while True:
-        strategy = config["strategies"][name]
-        resolve_teacher(config, strategy["teacher"], verifier, f"strategies.{name}.teacher")
-        if not strategy.get("start"):
-            return
-        name = strategy["start"]["strategy"]
+def with_starts(strategies: dict, name: str) -> list[str]:
+    """Return a strategy, the one it starts from, the one that starts from, and so on."""
+    names = [name]
+    while start := strategies[names[-1]].get("start"):
+        names.append(start["strategy"])
+    return names
 
 
 def trained_positions(recipe: dict) -> tuple[str, int]:
@@ -294,21 +301,3 @@ def _check_recipe(name: str, recipe: dict, k: int) -> None:
         raise UserError(
             f"configuration: algorithms.{name}.per_position_loss_weight dpace needs loss_fn ce."
         )
-
-
-def _check_start_chain(name: str, strategies: dict) -> None:
-    seen, current = [name], name
-    while start := strategies[current].get("start"):
-        horizon = strategies[start["strategy"]]["schedule_epochs"]
-        if start["epoch"] > horizon:
-            raise UserError(
-                f"configuration: strategies.{current}.start.epoch is {start['epoch']}, but "
-                f"{start['strategy']} has schedule_epochs {horizon}."
-            )
-        current = start["strategy"]
-        if current in seen:
-            raise UserError(
-                f"configuration: strategies.{name}.start forms a cycle: "
-                f"{' -> '.join([*seen, current])}."
-            )
-        seen.append(current)

@@ -8,9 +8,11 @@ from scripts.lib.identity import canonical_json, digest, part_key
 from scripts.lib.store import MANIFEST
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """One part: what it is made from, and where it lives.
+
+    A plan has one node per part, so that nodes compare by identity.
 
     Attributes:
         parents: role -> Node or list of Nodes whose keys enter this key.

@@ -5,14 +5,28 @@ The rules ask it for inputs and command line values; nothing else decides what
 a result is made from.
 """
 
+from functools import wraps
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.config import resolve_teacher
+from scripts.lib.config import resolve_teacher, with_starts
 from scripts.lib.errors import UserError
 from scripts.lib.identity import CONTRACTS, pin_file, pin_tree
 from scripts.lib.nodes import Batch, Node
+
+
+def remembered(method):
+    """Give a method of `Plan` a memory: every epoch of every strategy asks for the same."""
+
+    @wraps(method)
+    def once(self, *arguments):
+        memo = (method.__name__, *arguments)
+        if memo not in self._memo:
+            self._memo[memo] = method(self, *arguments)
+        return self._memo[memo]
+
+    return once
 
 
 class Plan:
@@ -87,12 +101,14 @@ class Plan:
 
     def batch_parts(self, stage: str, folder: str) -> list[Node]:
         """Return all parts of this configuration that one job of `folder` makes."""
-        if ("batches", stage) not in self._memo:
-            batches: dict[str, list[Node]] = {}
-            for node in self.nodes(stage):
-                batches.setdefault(self.batch_folder(node), []).append(node)
-            self._memo["batches", stage] = batches
-        return self._memo["batches", stage].get(folder, [])
+        return self._batches(stage).get(folder, [])
+
+    @remembered
+    def _batches(self, stage: str) -> dict[str, list[Node]]:
+        batches: dict[str, list[Node]] = {}
+        for node in self.nodes(stage):
+            batches.setdefault(self.batch_folder(node), []).append(node)
+        return batches
 
     def inputs(self, parts: list[Node]) -> list[str]:
         """Return manifests to wait for: of the parts that exist, and of their batches else.
@@ -102,26 +118,22 @@ class Plan:
         """
         return sorted({self._input(part) for part in parts})
 
+    @remembered
     def _input(self, part: Node) -> str:
-        # Looked up once: every epoch of every strategy asks for the same parts.
-        memo = ("input", part.stage, part.key)
-        if memo not in self._memo:
-            if Path(part.manifest).exists():
-                self._memo[memo] = part.manifest
-            else:
-                folder = self.batch_folder(part)
-                if ("batch", folder) not in self._memo:
-                    batch = self.batch(self.batch_parts(part.stage, folder))
-                    self._memo["batch", folder] = batch.manifest if batch else part.manifest
-                self._memo[memo] = self._memo["batch", folder]
-        return self._memo[memo]
+        if Path(part.manifest).exists():
+            return part.manifest
+        return self._missing_batch(part.stage, self.batch_folder(part)) or part.manifest
+
+    @remembered
+    def _missing_batch(self, stage: str, folder: str) -> str | None:
+        batch = self.batch(self.batch_parts(stage, folder))
+        return batch.manifest if batch else None
 
     # -- data ------------------------------------------------------------------
 
+    @remembered
     def model(self, name: str) -> Node:
         """The model part of a catalogue name."""
-        if ("model", name) in self._memo:
-            return self._memo["model", name]
         entry = self.config["models"][name]
         template = entry["chat_template"]
         settings = {"source": entry["source"]}
@@ -136,17 +148,18 @@ class Plan:
             settings["pin"], local["path"] = pin_tree(path), str(path)
         if template:
             settings["chat_template"] = pin_file(self.root / template)
-        node = self._node("models", [name], settings, parents, local=local)
-        self._memo["model", name] = node
-        return node
+        return self._node("models", [name], settings, parents, local=local)
 
     def _source(self, entry: dict) -> tuple[list[str], list[str]]:
         paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
         full = [str(self.root / p) for p in paths]
-        if ("pins", *full) not in self._memo:
-            self._memo["pins", *full] = [pin_file(Path(p)) for p in full]
-        return full, self._memo["pins", *full]
+        return full, self._pins(*full)
 
+    @remembered
+    def _pins(self, *paths: str) -> list[str]:
+        return [pin_file(Path(p)) for p in paths]
+
+    @remembered
     def prompts(self, pool: str, index: int) -> Node:
         """One shard of a pool."""
         entry = self.config["pools"][pool]
@@ -165,6 +178,7 @@ class Plan:
         """Number of shards that hold the first `samples` rows of a pool."""
         return -(-samples // self.config["pools"][pool]["shard_size"])
 
+    @remembered
     def workload(self, name: str) -> Node:
         """The prompts of a workload."""
         entry = self.config["workloads"][name]
@@ -185,6 +199,7 @@ class Plan:
         family = models[verifier]["family"]
         return "same_family" if family and family == models[model]["family"] else "cross_family"
 
+    @remembered
     def responses(self, teacher: str, pool: str, index: int) -> Node:
         """A teacher's responses to one prompt shard."""
         entry = self.config["teachers"][teacher]
@@ -195,20 +210,17 @@ class Plan:
         names = [teacher, pool, f"shard-{index:05d}"]
         return self._node("responses", names, settings, parents)
 
+    @remembered
     def tokens(
         self, verifier: str, teacher: str, pool: str, index: int, reasoning: str = "template"
     ) -> Node:
         """One response shard under the verifier's tokenizer and template."""
         teacher = self.teacher_name(teacher, verifier)
-        memo = ("tokens", verifier, teacher, pool, index, reasoning)
-        if memo in self._memo:
-            return self._memo[memo]
         responses = self.responses(teacher, pool, index)
         settings = {"max_length": self.config["tokens"]["max_length"], "reasoning": reasoning}
         parents = {"model": self.model(verifier), "responses": responses}
         names = [verifier, teacher, pool, f"shard-{index:05d}"]
-        node = self._memo[memo] = self._node("tokens", names, settings, parents)
-        return node
+        return self._node("tokens", names, settings, parents)
 
     def token_shards(
         self, verifier: str, teacher: str, pools: dict[str, int], reasoning: str = "template"
@@ -220,17 +232,13 @@ class Plan:
             for index in range(self.shard_count(pool, pools[pool]))
         ]
 
+    @remembered
     def hidden_state(self, tokens: Node, layer: int) -> Node:
         """One layer's states of one token shard."""
-        memo = ("states", tokens.key, layer)
-        if memo in self._memo:
-            return self._memo[memo]
         settings = {"layer": layer, "dtype": self.config["hidden_states"]["dtype"]}
         parents = {"model": tokens.parents["model"], "tokens": tokens}
         name = f"layer-{layer:03d}" if layer >= 0 else "layer-last"
-        node = self._node("hidden_states", [*tokens.names, name], settings, parents)
-        self._memo[memo] = node
-        return node
+        return self._node("hidden_states", [*tokens.names, name], settings, parents)
 
     def layers(self, algorithm: str) -> list[int]:
         """The layer ids an algorithm's draft reads; the verifier's last layer is added later."""
@@ -257,11 +265,9 @@ class Plan:
 
     # -- training --------------------------------------------------------------
 
+    @remembered
     def speculator(self, verifier: str, algorithm: str, strategy: str, epoch: int) -> Node:
         """The checkpoint after `epoch` passes over a strategy's data."""
-        memo = ("speculator", verifier, algorithm, strategy, epoch)
-        if memo in self._memo:
-            return self._memo[memo]
         recipe, spec = self.config["algorithms"][algorithm], self.config["strategies"][strategy]
         shards = self.token_shards(verifier, spec["teacher"], spec["pools"], spec["reasoning"])
         parents: dict[str, Any] = {"model": self.model(verifier), "tokens": shards}
@@ -299,9 +305,7 @@ class Plan:
             ]
         }  # fmt: skip
         names, local = [verifier, algorithm, strategy, f"epoch-{epoch}"], {"algorithm": algorithm}
-        node = self._node("speculators", names, settings, parents, extra, local)
-        self._memo[memo] = node
-        return node
+        return self._node("speculators", names, settings, parents, extra, local)
 
     def training_states(self, speculator: Node) -> list[Node]:
         """The hidden-state parts that training `speculator` reads."""
@@ -396,18 +400,16 @@ class Plan:
 
     # -- the whole -------------------------------------------------------------
 
+    @remembered
     def targets(self) -> list[Node]:
         """Lay out the whole plan; return the benchmark parts, its leaves."""
-        if ("targets",) not in self._memo:
-            self._memo["targets",] = [
-                n for v, c in self.servers() for _, n in self.benchmark_parts(v, c)
-            ]
-            for verifier, checkpoint in self.trained():
-                self.speculator(verifier, *checkpoint)
-            # Starts of strategies are trained too, though not benchmarked.
-            for node in [n for (s, _), n in self._nodes.items() if s == "speculators"]:
-                self.training_states(node)
-        return self._memo["targets",]
+        leaves = [n for v, c in self.servers() for _, n in self.benchmark_parts(v, c)]
+        for verifier, checkpoint in self.trained():
+            self.speculator(verifier, *checkpoint)
+        # Starts of strategies are trained too, though not benchmarked.
+        for node in [n for (s, _), n in self._nodes.items() if s == "speculators"]:
+            self.training_states(node)
+        return leaves
 
     def labels(self) -> dict:
         """Return what tables need: every part of the study with its labels (JSON-ready)."""
@@ -466,17 +468,14 @@ class Plan:
 
     def _strategy_rows(self) -> list[dict]:
         """Return whose responses each strategy (starts included) learns from, per verifier."""
-        strategies, used = self.config["strategies"], {}
-        for verifier, _, strategy in self.runs:
-            name: str | None = strategy
-            while name:
-                used[verifier, name] = strategies[name]["pools"]
-                name = (strategies[name].get("start") or {}).get("strategy")
+        strategies = self.config["strategies"]
+        used = [(v, n) for v, _, s in self.runs for n in with_starts(strategies, s)]
         rows: list[dict] = []
         sharing: dict[str, set[str]] = {}  # key of a responses part -> verifiers that use it
-        for (verifier, name), pools in used.items():
-            spec, own = strategies[name], self.relation(name, verifier) == "self"
-            teacher, parts = self.teacher_name(spec["teacher"], verifier), []
+        for verifier, name in dict.fromkeys(used):
+            spec, relation = strategies[name], self.relation(name, verifier)
+            pools, parts = spec["pools"], []
+            teacher = self.teacher_name(spec["teacher"], verifier)
             for pool in sorted(pools):
                 for index in range(self.shard_count(pool, pools[pool])):
                     part = self.responses(teacher, pool, index)
@@ -487,8 +486,8 @@ class Plan:
             samples = sum(pools.values())
             rows.append({
                 "verifier": verifier, "strategy": name, "start": spec.get("start"),
-                "relation": self.relation(name, verifier), "teachers": [teacher],
-                "samples": samples, "own_samples": samples if own else 0, "responses": parts,
+                "relation": relation, "teachers": [teacher], "samples": samples,
+                "own_samples": samples if relation == "self" else 0, "responses": parts,
             })  # fmt: skip
         for row in rows:
             for entry in row["responses"]:

@@ -57,6 +57,11 @@ def count_tokens(rows: list[dict]) -> Counter:
     return counter
 
 
+def coverage(counter: Counter, t2d) -> float:
+    """Return the share of counted tokens that a draft vocabulary ([verifier vocab] bool) holds."""
+    return sum(n for token, n in counter.items() if bool(t2d[token])) / counter.total()
+
+
 def is_validation(prompt_id: str, share: float) -> bool:
     """Return whether a prompt belongs to the validation split.
 
