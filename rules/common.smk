@@ -7,12 +7,17 @@ except UserError as error:
     # Without this every user's mistake would come with a page of traceback.
     sys.exit(f"error: {error}")
 
+if workflow.is_main_process:
+    for notice in PLAN.notices:
+        print(notice, file=sys.stderr)
+
 STORE = PLAN.store
 PYTHON = PLAN.config["python"] or sys.executable
 SCRIPTS = Path(workflow.basedir) / "scripts"
 RUN = f"{shlex.quote(PYTHON)} {shlex.quote(str(SCRIPTS))}"  # {RUN}/<script> in a shell command
 RUNTIME = canonical_json(PLAN.config["runtime"])
 LOST = PLAN.config["max_lost_share"]
+REFUSED = PLAN.config["max_refused_share"]
 # One engine at a time on a CPU: two slow each other down tenfold.
 ENGINE_THREADS = max(1, workflow.cores) if PLAN.config["runtime"]["device"] == "cpu" else 8
 

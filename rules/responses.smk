@@ -21,4 +21,4 @@ rule generate_responses:
     shell:
         "{RUN}/responses.py --model {params.model:q} --prompts {params.prompts:q}"
         " --settings {params.settings:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"
-        " --out {params.out:q} --log {log:q}"
+        " --max-refused-share {REFUSED} --out {params.out:q} --log {log:q}"

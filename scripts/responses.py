@@ -9,6 +9,7 @@ from the configured seed and its id, so that neither order nor shard matters.
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import time
@@ -19,9 +20,19 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import pyarrow.parquet as pq
 
 from scripts.lib import cli, engine, store, tables
+from scripts.lib.errors import UserError
 
 FLUSH_SECONDS = 15
 FLUSH_ROWS = 64
+# English openings only: for other languages the count is a lower bound.
+REFUSAL = re.compile(
+    r"\W*((i'm|i am) (really |very |so )?sorry|sorry|unfortunately|i apologi[sz]e)?[,.]?"
+    r"( but)?( as an ai[^,.]{0,40},)? ?"
+    r"i( can't| cannot| can not| won't| will not|'m unable to| am unable to|'m not able to"
+    r"| am not able to)"
+    r" (help|assist|answer|provide|comply|fulfil|create|generate|write|discuss|do|share|support)",
+    re.IGNORECASE,
+)
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
@@ -30,13 +41,15 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
 
 
 def status_of(content: str, token_ids: list[int], finish_reason: str) -> str:
-    """Classify an answer: ok, empty, or a degenerate loop.
+    """Classify an answer: ok, empty, refused, or a degenerate loop.
 
-    A loop is an answer cut at its token limit whose last half repeats one period
-    of at most 32 tokens.
+    A refusal opens as teachers decline a request; a loop is an answer cut at its token
+    limit whose last half repeats one period of at most 32 tokens.
     """
     if not content.strip():
         return "empty"
+    if REFUSAL.match(content.replace("\u2019", "'")):
+        return "refused"
     if finish_reason == "length" and len(token_ids) >= 64:
         tail = token_ids[len(token_ids) // 2 :]
         for period in range(1, 33):
@@ -85,7 +98,7 @@ def add_requests(llm, rows: list[dict], settings: dict, template: str, runtime: 
         sampling = SamplingParams(
             temperature=settings["temperature"], top_p=settings["top_p"],
             top_k=settings["top_k"] or -1, max_tokens=min(settings["max_tokens"], room),
-            seed=seed if settings["temperature"] > 0 else None,
+            seed=seed if settings["temperature"] > 0 else None, stop=settings["stop"],
         )  # fmt: skip
         llm.llm_engine.add_request(row["prompt_id"], {"prompt_token_ids": ids}, sampling)
     return rejected
@@ -130,6 +143,8 @@ def generate(rows, settings, template, model_dir, runtime, part) -> dict[str, di
             answer = output.outputs[0]
             row, ids = by_id[output.request_id.split("-")[0]], list(answer.token_ids)
             reasoning, content = split_reasoning(answer.text)
+            if settings["strip"]:
+                content = content.strip()
             pending.append(row | {
                 "reasoning": reasoning, "content": content,
                 "finish_reason": answer.finish_reason, "response_tokens": len(ids),
@@ -157,6 +172,12 @@ def main(args) -> None:
         status = Counter(row["status"] for row in result)
         lost = {k: v for k, v in status.items() if k in ("empty", "too_long")}
         store.check_ceiling("responses", lost, len(result), args.max_lost_share)
+        if (refused := status["refused"]) > args.max_refused_share * len(result):
+            raise UserError(
+                f"the teacher refused {refused} of {len(result)} prompts, more than "
+                f"max_refused_share {args.max_refused_share:g} allows: a draft would learn "
+                "refusals. Check prompts, chat template and teacher, or raise it."
+            )
         name = "responses.parquet"
         tables.write(part.folder / name, result, tables.RESPONSES, part.metadata())
         reasons = Counter(row["finish_reason"] for row in result)
@@ -184,5 +205,6 @@ if __name__ == "__main__":
         "--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)"
     )
     parser.add_argument("--max-lost-share", type=float, default=0.02)
+    parser.add_argument("--max-refused-share", type=float, default=0.2)
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
     cli.run(main, parser.parse_args())

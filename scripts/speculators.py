@@ -22,10 +22,10 @@ def load_splits(args, layers: int):
     from scripts.lib.training_data import StoredStates, open_states, split
 
     settings = args.settings
-    share, wanted = settings["validation_share"], settings["samples"]
+    share = settings["validation_share"]
     count = len(args.tokens) * layers
     states = open_states(args.tokens, args.states[:count], layers)
-    training, validation = split(samples.read_tokens(args.tokens, wanted), share)
+    training, validation = split(samples.read_tokens(args.tokens, settings["ranks"]), share)
     samples.check_disjoint(training, validation)
     result = {
         "train": StoredStates(training, states),
@@ -33,7 +33,7 @@ def load_splits(args, layers: int):
     }
     if args.own_tokens:
         own_states = open_states(args.own_tokens, args.states[count:], layers)
-        _, own = split(samples.read_tokens(args.own_tokens, settings["own_samples"]), share)
+        _, own = split(samples.read_tokens(args.own_tokens, settings["own_ranks"]), share)
         result["own"] = StoredStates(own, own_states)
     return result
 
@@ -82,7 +82,7 @@ def train(args, part) -> dict:
         "rows": len(rows), "validation_rows": len(data["validation"].rows),
         "tokens": sum(len(r["input_ids"]) for r in rows),
         "supervised_tokens": sum(sum(r["loss_mask"]) for r in rows),
-        "train_seconds": round(seconds, 3), "lr_at_end": history[-1]["lr"],
+        "train_seconds": round(seconds, 3), **trainer.epoch_facts, "lr_at_end": history[-1]["lr"],
         "train_loss": sum(h["loss"] for h in history) / len(history),
         "validation": evaluated, "resolved_settings": settings,
         "trainable_parameters": sum(p.numel() for p in draft.trainable(trainer.raw_model).values()),

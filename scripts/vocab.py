@@ -29,8 +29,14 @@ def main(args) -> None:
                 f"draft_vocab_size {size} exceeds the verifier's vocabulary of "
                 f"{facts['vocab_size']}. Lower it."
             )
-        rows = samples.read_tokens(args.tokens, args.settings["samples"])
+        rows = samples.read_tokens(args.tokens, args.settings["ranks"])
         counter = samples.count_tokens(rows)
+        if len(counter) < size < facts["vocab_size"]:
+            raise UserError(
+                f"draft_vocab_size {size} cannot be filled: the {len(rows)} rows of the "
+                f"vocabulary's source have {len(counter)} distinct tokens. Lower it, or give "
+                "`vocabulary` more samples."
+            )
         d2t, t2d = build_vocab_mappings_from_distribution(dict(counter), size, facts["vocab_size"])
         covered = samples.coverage(counter, t2d)
         with store.replacing(part.folder / "vocab.safetensors") as temporary:

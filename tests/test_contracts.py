@@ -26,7 +26,7 @@ ROWS = [
 ]  # fmt: skip
 GOLDEN = {
     "prompts": (1, "03e358ce5bea595b"),
-    "tokens": (1, "01dfb44e8aea14c5"),
+    "tokens": (2, "01dfb44e8aea14c5"),
     "vocab": (1, "4b95c44862f89854"),
 }
 GOLDEN_KEY = "887c36ae7ef3dd68"

@@ -190,10 +190,13 @@ def test_more_samples_keep_the_finished_shards(root, base):
 def test_number_of_shards(root, samples, count):
     plan = make_plan(root)
     assert plan.shard_count("p", samples) == count
-    shards = plan.token_shards("small", "other", {"q": samples, "p": 5})
+    shards, ranks = plan.token_ranks("small", {"teacher": "other", "pools": {"q": samples, "p": 5}})
     assert [n.names[2:] for n in shards] == [
         ("p", "shard-00000"), *[("q", f"shard-{i:05d}") for i in range(count)],
     ]  # fmt: skip
+    assert ranks[0] == [0, 5]
+    assert [r for first, stop in ranks[1:] for r in range(first, stop)] == list(range(samples))
+    assert all(r // 10 == i for i, rank in enumerate(ranks[1:]) for r in range(*rank))
 
 
 # -- structure ---------------------------------------------------------------------

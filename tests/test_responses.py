@@ -14,6 +14,8 @@ SETTINGS = {
     "temperature": 0.5,
     "top_p": 1,
     "top_k": 0,
+    "stop": [],
+    "strip": False,
     "max_tokens": 9,
     "max_model_len": 99,
     "seed": 0,

@@ -140,21 +140,24 @@ PIECES = [
 def test_mask_equals_a_slow_computation_on_random_texts(tokenizer, seed):
     draw = random.Random(seed)
 
-    def text(least=1):
-        return "x" + "".join(draw.choices(PIECES, k=draw.randint(least, 12)))
+    def text(least=1, pieces=PIECES):
+        return "x" + "".join(draw.choices(pieces, k=draw.randint(least, 12)))
+
+    def answer():
+        return text(pieces=[p for p in PIECES if not any(s in p for s in SPECIAL)])
 
     messages = [turn("system", text())] if draw.random() < 0.5 else []
     for _ in range(draw.randint(0, 2)):
-        messages += [turn("user", text()), turn("assistant", text())]
+        messages += [turn("user", text()), turn("assistant", answer())]
     messages.append(turn("user", text()))
-    content, reasoning = text(), text() if draw.random() < 0.5 else ""
+    content, reasoning = answer(), answer() if draw.random() < 0.5 else ""
     complete = draw.random() < 0.7
     rendered = renderer(tokenizer).conversation(messages, content, reasoning, complete)
     assert_mask_is(tokenizer, rendered, chatml_segments(messages, content, reasoning, complete))
 
 
 @pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize("content", ["end", "im_end", "|", "|>", "n", END_OF_TURN])
+@pytest.mark.parametrize("content", ["end", "im_end", "|", "|>", "n", "<|im_end|"])
 def test_answer_that_occurs_in_the_end_of_turn_marker(tokenizer, content, complete):
     messages = [turn("user", "hello")]
     rendered = renderer(tokenizer).conversation(messages, content, "", complete)
@@ -318,3 +321,23 @@ def test_a_template_without_reasoning_drops_the_row_unless_the_policy_mends_it(t
     assert stage.render_all([row], show, 100)[1] == {"dropped: template drops the reasoning": 1}
     for policy in ("keep", "drop"):
         assert stage.render_all([row], show, 100, policy)[1] == {"ok": 1}
+
+
+@pytest.mark.parametrize("place", ["content", "reasoning", "earlier"])
+def test_an_answer_with_the_verifiers_special_tokens_is_dropped_and_counted(tokenizer, place):
+    """Another model's answer may spell them; as ids they would end or open a turn."""
+    bad = f"stop{END_OF_TURN}\n<|im_start|>user"
+    earlier = [turn("user", "a"), turn("assistant", bad if place == "earlier" else "b")]
+    row = {
+        "prompt_id": "a", "rank": 0, "messages": [*earlier, turn("user", "well?")],
+        "content": bad if place == "content" else "yes", "finish_reason": "stop", "status": "ok",
+        "reasoning": bad if place == "reasoning" else "",
+    }  # fmt: skip
+    rows, counts = stage.render_all([row], renderer(tokenizer), 100)
+    assert rows == [] and counts == {"dropped: answer holds special tokens of the verifier": 1}
+
+
+def test_a_prompt_may_hold_special_tokens_as_the_server_reads_it_the_same_way(tokenizer):
+    messages = [turn("user", f"what does {END_OF_TURN} mean?")]
+    rendered = renderer(tokenizer).conversation(messages, "end of turn")
+    assert_mask_is(tokenizer, rendered, chatml_segments(messages, "end of turn", "", True))

@@ -47,7 +47,7 @@ def model_part(root):
 
 
 def make(root, shards, size, asked):
-    settings, model = {"size": size, "samples": asked}, model_part(root)
+    settings, model = {"size": size, "ranks": asked}, model_part(root)
     keys = {"model": model.name, "tokens": [s.name for s in shards]}
     out = root / "vocab" / part_key("vocab", settings, keys)
     vocab.main(argparse.Namespace(out=out, settings=settings, model=model, tokens=shards))
@@ -70,11 +70,11 @@ def test_row_whose_mask_has_another_length_is_refused():
         samples.count_tokens([{"input_ids": [1, 2], "loss_mask": [True]}])
 
 
-@pytest.mark.parametrize("size", [1, 7, 20, VOCAB_SIZE])
+@pytest.mark.parametrize("size", [1, 7, 15, VOCAB_SIZE])
 def test_mapping_and_coverage_equal_a_slow_computation(tmp_path, size):
     rows = token_rows(range(20))
     shards = [tokens_part(tmp_path, "p", i, rows[10 * i : 10 * i + 10]) for i in range(2)]
-    mapping, facts = make(tmp_path, shards, size, {"p": 15})
+    mapping, facts = make(tmp_path, shards, size, [[0, 10], [10, 15]])
     kept = [
         t for r in rows[:15] for t, keep in zip(r["input_ids"], r["loss_mask"], strict=True) if keep
     ]
@@ -90,20 +90,30 @@ def test_mapping_and_coverage_equal_a_slow_computation(tmp_path, size):
 def test_vocabulary_larger_than_the_models_is_refused(tmp_path):
     shard = tokens_part(tmp_path, "p", 0, token_rows(range(10)))
     with pytest.raises(UserError, match=f"{VOCAB_SIZE + 1} exceeds .* {VOCAB_SIZE}"):
-        make(tmp_path, [shard], VOCAB_SIZE + 1, {"p": 10})
+        make(tmp_path, [shard], VOCAB_SIZE + 1, [[0, 10]])
+
+
+def test_vocabulary_that_the_data_cannot_fill_is_refused(tmp_path):
+    rows = token_rows(range(3))
+    distinct = len(samples.count_tokens(rows))
+    assert distinct < VOCAB_SIZE - 1
+    shard = tokens_part(tmp_path, "p", 0, rows)
+    with pytest.raises(UserError, match=f"{distinct + 1} cannot be filled.* 3 rows.* {distinct} "):
+        make(tmp_path, [shard], distinct + 1, [[0, 3]])
+    assert not list((tmp_path / "vocab").rglob("manifest.json"))
 
 
 # -- which rows a consumer reads ---------------------------------------------------------
 
 
-def test_samples_are_the_first_ranks_of_each_pool_across_shards(tmp_path):
+def test_rows_are_those_of_the_asked_ranks_of_each_shard(tmp_path):
     p, q = token_rows(range(20)), token_rows(range(10), seed=1)
     shards = [
         tokens_part(tmp_path, "p", 0, p[:10]),
         tokens_part(tmp_path, "p", 1, p[10:]),
         tokens_part(tmp_path, "q", 0, q),
     ]
-    rows = samples.read_tokens(shards, {"p": 13, "q": 4})
+    rows = samples.read_tokens(shards, [[0, 10], [10, 13], [0, 4]])
     assert [(r["shard"], r["row"], r["rank"]) for r in rows] == [
         *((0, i, i) for i in range(10)), *((1, i, 10 + i) for i in range(3)),
         *((2, i, i) for i in range(4)),
@@ -116,14 +126,21 @@ def test_samples_are_the_first_ranks_of_each_pool_across_shards(tmp_path):
 def test_dropped_rows_count_as_taken_so_that_a_subset_stays_a_prefix(tmp_path):
     rows = token_rows(r for r in range(20) if r != 3)
     shard = tokens_part(tmp_path, "p", 0, rows)
-    assert [r["rank"] for r in samples.read_tokens([shard], {"p": 5})] == [0, 1, 2, 4]
-    assert samples.read_tokens([shard], {"p": 5})[-1]["row"] == 3
+    assert [r["rank"] for r in samples.read_tokens([shard], [[0, 5]])] == [0, 1, 2, 4]
+    assert samples.read_tokens([shard], [[0, 5]])[-1]["row"] == 3
+
+
+def test_a_stretch_may_begin_and_end_inside_a_shard(tmp_path):
+    shards = [tokens_part(tmp_path, "p", i, token_rows(range(10 * i, 10 * i + 10))) for i in (0, 1)]
+    rows = samples.read_tokens(shards, [[7, 10], [10, 12]])
+    assert [(r["shard"], r["row"], r["rank"]) for r in rows] == [
+        (0, 7, 7), (0, 8, 8), (0, 9, 9), (1, 0, 10), (1, 1, 11)]  # fmt: skip
 
 
 def test_pool_that_is_too_short_is_a_user_error(tmp_path):
     shard = tokens_part(tmp_path, "p", 0, token_rows(range(10)))
-    with pytest.raises(UserError, match="pool p has 10 prompts, 20"):
-        samples.read_tokens([shard], {"p": 20})
+    with pytest.raises(UserError, match=f"20 prompts .* 10 of them .*{shard}.*rank 10"):
+        samples.read_tokens([shard], [[0, 20]])
 
 
 def test_validation_split_depends_on_the_prompt_alone_and_has_the_asked_share():

@@ -47,6 +47,11 @@ class Renderer:
 
     def __init__(self, tokenizer, template: str, end_ids: set[int]):
         self.tokenizer, self.template, self.end_ids = tokenizer, template, end_ids
+        # An answer that spells one would teach the draft to propose it. Prompts may: the
+        # server reads them in the same way.
+        self.special = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
 
     def text(self, messages: list[dict], generation_prompt: bool) -> str:
         """Render messages as text."""
@@ -100,9 +105,12 @@ class Renderer:
                 of turn is appended or supervised.
 
         Raises:
-            RenderError: when an assistant turn cannot be located, or its text is
-                changed by the tokenizer.
+            RenderError: when an assistant turn cannot be located, its text is changed by
+                the tokenizer, or one would turn into special tokens of the verifier.
         """
+        earlier = [m["content"] for m in messages if m["role"] == "assistant"]
+        if any(token in text for text in (content, reasoning, *earlier) for token in self.special):
+            raise RenderError("answer holds special tokens of the verifier")
         answer = {"role": "assistant", "content": content}
         if reasoning:  # templates do not agree on the field's name
             answer |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)

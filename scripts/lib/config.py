@@ -9,8 +9,16 @@ import jsonschema
 import yaml
 
 from scripts.lib.errors import UserError
+from scripts.lib.teachers import (
+    ROLES,
+    check_families,
+    check_sources,
+    need,
+    resolve_teacher,
+    sources,
+    with_starts,
+)  # fmt: skip
 
-ROLES = ("self", "same_family", "cross_family")  # teachers that depend on the verifier
 SCHEMA_FILE = Path(__file__).resolve().parents[2] / "config" / "schema.yaml"
 
 
@@ -63,15 +71,6 @@ def _explain(error: jsonschema.ValidationError) -> str:
     return f"{where}: {error.message}."
 
 
-def _need(names, catalogue: dict, where: str, kind: str) -> None:
-    for name in names:
-        if name not in catalogue:
-            raise UserError(
-                f"configuration: {where} names the unknown {kind} {name!r}. "
-                f"Known: {', '.join(sorted(catalogue)) or 'none'}."
-            )
-
-
 def check(config: dict) -> dict:
     """Validate `config` and return it with all defaults filled in.
 
@@ -102,36 +101,35 @@ def check(config: dict) -> dict:
     strategies, study = config["strategies"], config["study"]
     bases = {n: m["from"] for n, m in models.items() if m["source"] == "derived"}
     for name, base in bases.items():
-        _need([base], models, f"models.{name}.from", "model")
+        need([base], models, f"models.{name}.from", "model")
     for name in bases:
         _check_acyclic(name, bases, f"models.{name}.from")
     for name, teacher in teachers.items():
-        _need([teacher["model"]], models, f"teachers.{name}.model", "model")
-    _check_families(config)
+        need([teacher["model"]], models, f"teachers.{name}.model", "model")
+    check_families(config)
     study["runs"] = [_complete_run(run, study) for run in study.get("runs") or [{}]]
     for number, run in enumerate(study["runs"]):
         where = f"study.runs[{number}]" if len(study["runs"]) > 1 else "study"
-        _need(run["verifiers"], models, f"{where}.verifiers", "model")
-        _need(run["algorithms"], config["algorithms"], f"{where}.algorithms", "algorithm")
-        _need(run["strategies"], strategies, f"{where}.strategies", "strategy")
+        need(run["verifiers"], models, f"{where}.verifiers", "model")
+        need(run["algorithms"], config["algorithms"], f"{where}.algorithms", "algorithm")
+        need(run["strategies"], strategies, f"{where}.strategies", "strategy")
         if late := [e for e in run["benchmark_epochs"] if e > run["epochs"]]:
             raise UserError(
                 f"configuration: {where}.benchmark_epochs names {late}, but only {run['epochs']} "
                 "epochs are trained. Raise epochs, or leave them out."
             )
-    _need(study["workloads"], config["workloads"], "study.workloads", "workload")
+    need(study["workloads"], config["workloads"], "study.workloads", "workload")
     latency = config["benchmark"]["latency"]
-    _need(latency["workloads"], config["workloads"], "benchmark.latency.workloads", "workload")
+    need(latency["workloads"], config["workloads"], "benchmark.latency.workloads", "workload")
     for name, strategy in strategies.items():
-        _need(set(strategy["pools"]), pools, f"strategies.{name}.pools", "pool")
-        if strategy["teacher"] not in ROLES:
-            _need([strategy["teacher"]], teachers, f"strategies.{name}.teacher", "teacher")
+        need(set(strategy["pools"]), pools, f"strategies.{name}.pools", "pool")
+        check_sources(name, strategy, teachers)
         start = strategy.get("start")
         if start:
-            _need([start["strategy"]], strategies, f"strategies.{name}.start", "strategy")
-    _need(config["vocabulary"]["pools"], pools, "vocabulary.pools", "pool")
+            need([start["strategy"]], strategies, f"strategies.{name}.start", "strategy")
+    need(config["vocabulary"]["pools"], pools, "vocabulary.pools", "pool")
     if config["vocabulary"]["teacher"] not in ROLES:
-        _need([config["vocabulary"]["teacher"]], teachers, "vocabulary.teacher", "teacher")
+        need([config["vocabulary"]["teacher"]], teachers, "vocabulary.teacher", "teacher")
     starts = {n: s["start"]["strategy"] for n, s in strategies.items() if s.get("start")}
     for name, origin in starts.items():
         _check_acyclic(name, starts, f"strategies.{name}.start")
@@ -152,8 +150,8 @@ def check(config: dict) -> dict:
                 )
             for verifier in run["verifiers"]:
                 for used_too in with_starts(strategies, name):
-                    teacher = strategies[used_too]["teacher"]
-                    resolve_teacher(config, teacher, verifier, f"strategies.{used_too}.teacher")
+                    for teacher, _ in sources(strategies[used_too]):
+                        resolve_teacher(config, teacher, verifier, f"strategies.{used_too}.teacher")
     for verifier in {v for run in study["runs"] for v in run["verifiers"]}:
         resolve_teacher(config, config["vocabulary"]["teacher"], verifier, "vocabulary.teacher")
     used = dict.fromkeys(name for run in study["runs"] for name in run["algorithms"])
@@ -202,75 +200,6 @@ def _check_acyclic(name: str, origins: dict[str, str], where: str) -> None:
                 f"configuration: {where} forms a cycle: {' -> '.join([*seen, current])}."
             )
         seen.append(current)
-
-
-def _check_families(config: dict) -> None:
-    """Check that each family's teachers exist and are of the family they should be of."""
-    for family, entry in config["families"].items():
-        for key in ("teacher", "cross_teacher"):
-            if key not in entry:
-                continue
-            where = f"families.{family}.{key}"
-            _need([entry[key]], config["teachers"], where, "teacher")
-            model = config["teachers"][entry[key]]["model"]
-            found = config["models"][model]["family"]
-            if not found:
-                raise UserError(
-                    f"configuration: {where} is {entry[key]}, whose model {model} has no family. "
-                    f"Set models.{model}.family."
-                )
-            if (found == family) != (key == "teacher"):
-                raise UserError(
-                    f"configuration: {where} is {entry[key]}, whose model {model} is of family "
-                    f"{found}. Name a teacher of "
-                    f"{'that family' if key == 'teacher' else 'another family'}."
-                )
-
-
-def resolve_teacher(config: dict, name: str, verifier: str, where: str) -> str:
-    """Return the teacher entry that `name` means for a verifier.
-
-    Args:
-        config: a configuration whose names were checked.
-        name: an entry of `teachers`, or one of `ROLES`: the one teacher whose model is
-            the verifier, the teacher of its family, the family's teacher from elsewhere.
-        where: key that names the teacher, for the message.
-
-    Raises:
-        UserError: when the role has no teacher, or more than one.
-    """
-    if name not in ROLES:
-        return name
-    if name == "self":
-        own = [t for t, e in config["teachers"].items() if e["model"] == verifier]
-        if len(own) != 1:
-            raise UserError(
-                f"configuration: teacher 'self' of verifier {verifier} needs exactly one entry "
-                f"of `teachers` with model {verifier}, found {own or 'none'}. Add one, or name "
-                "the teacher in the strategy."
-            )
-        return own[0]
-    family = config["models"][verifier]["family"]
-    if not family:
-        raise UserError(
-            f"configuration: {where} is {name}, but the verifier {verifier} has no family. Set "
-            f"models.{verifier}.family."
-        )
-    key = "teacher" if name == "same_family" else "cross_teacher"
-    if key not in config["families"].get(family, {}):
-        raise UserError(
-            f"configuration: {where} is {name}, which needs families.{family}.{key}. Name a "
-            "teacher there."
-        )
-    return config["families"][family][key]
-
-
-def with_starts(strategies: dict, name: str) -> list[str]:
-    """Return a strategy, the one it starts from, the one that starts from, and so on."""
-    names = [name]
-    while start := strategies[names[-1]].get("start"):
-        names.append(start["strategy"])
-    return names
 
 
 def trained_positions(recipe: dict) -> tuple[str, int]:

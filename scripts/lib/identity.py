@@ -17,11 +17,11 @@ CONTRACTS = {
     "models": 1,
     "prompts": 1,
     "workloads": 1,
-    "responses": 1,
-    "tokens": 1,
+    "responses": 2,
+    "tokens": 2,
     "hidden_states": 1,
     "vocab": 1,
-    "speculators": 1,
+    "speculators": 2,
     "benchmarks": 1,
 }
 

@@ -10,10 +10,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.config import resolve_teacher, with_starts
 from scripts.lib.errors import UserError
 from scripts.lib.identity import CONTRACTS, pin_file, pin_tree
 from scripts.lib.nodes import Batch, Node
+from scripts.lib.teachers import (
+    left_out,
+    resolve_teacher,
+    stretches,
+    unaccepted_models,
+    with_starts,
+)
 
 
 def remembered(method):
@@ -43,13 +49,24 @@ class Plan:
         self._memo: dict[tuple, Any] = {}
         # (verifier, algorithm, strategy) -> epochs trained, epochs benchmarked
         self.runs: dict[tuple[str, str, str], tuple[int, set[int]]] = {}
+        refusals: dict[tuple[str, ...], list[str]] = {}  # models -> strategies without consent
         for run in config["study"]["runs"]:
             for name in product(run["verifiers"], run["algorithms"], run["strategies"]):
+                if refused := self._unaccepted(name[0], name[2]):
+                    refusals.setdefault(tuple(refused), []).append(name[2])
+                    continue
                 trained, measured = self.runs.get(name, (0, set()))
                 self.runs[name] = (
                     max(trained, run["epochs"]), measured | set(run["benchmark_epochs"])
                 )  # fmt: skip
         self.verifiers = list(dict.fromkeys(v for v, _, _ in self.runs))
+        self.notices = [left_out(config, *item) for item in refusals.items()]
+        if not self.runs and self.notices:
+            raise UserError(f"configuration: nothing is left to do. {self.notices[0]}")
+
+    @remembered
+    def _unaccepted(self, verifier: str, strategy: str) -> list[str]:
+        return unaccepted_models(self.config, verifier, strategy)
 
     # -- helpers ---------------------------------------------------------------
 
@@ -139,7 +156,9 @@ class Plan:
         settings = {"source": entry["source"]}
         local, parents = {"path": "", "chat_template": template}, {}
         if entry["source"] == "package":
-            settings |= {k: entry[k] for k in ("package", "version", "file", "dtype")}
+            settings |= {k: entry[k] for k in ("package", "version", "dtype")}
+            how = "assemble" if entry["assemble"] else "file"
+            settings[how] = entry[how]
         elif entry["source"] == "derived":
             settings["drop_layers"] = sorted(entry["drop_layers"])
             parents["base"] = self.model(entry["from"])
@@ -191,9 +210,15 @@ class Plan:
         return resolve_teacher(self.config, name, verifier, "teacher")
 
     def relation(self, strategy: str, verifier: str) -> str:
-        """Return whose responses a strategy learns from: self, same_family, cross_family."""
-        teacher = self.teacher_name(self.config["strategies"][strategy]["teacher"], verifier)
-        models, model = self.config["models"], self.config["teachers"][teacher]["model"]
+        """Return whose responses a strategy learns from.
+
+        One of self, same_family, cross_family, mixture (of several teachers).
+        """
+        models, spec = self.config["models"], self.config["strategies"][strategy]
+        teachers = {t for t, *_ in stretches(self.config, verifier, spec)}
+        if len(teachers) > 1:
+            return "mixture"
+        model = self.config["teachers"][teachers.pop()]["model"]
         if model == verifier:
             return "self"
         family = models[verifier]["family"]
@@ -222,15 +247,26 @@ class Plan:
         names = [verifier, teacher, pool, f"shard-{index:05d}"]
         return self._node("tokens", names, settings, parents)
 
-    def token_shards(
-        self, verifier: str, teacher: str, pools: dict[str, int], reasoning: str = "template"
-    ) -> list[Node]:
-        """All token shards that hold the first n samples of each pool (pool order: by name)."""
-        return [
-            self.tokens(verifier, teacher, pool, index, reasoning)
-            for pool in sorted(pools)
-            for index in range(self.shard_count(pool, pools[pool]))
-        ]
+    def token_ranks(
+        self, verifier: str, source: dict, reasoning: str = "template"
+    ) -> tuple[list[Node], list[list[int]]]:
+        """Return the token shards of a strategy's data and which rows of each it reads.
+
+        Args:
+            verifier: whose tokens.
+            source: has `pools` (pool -> samples) and `teacher` or `mixture`.
+            reasoning: of the strategy.
+
+        Returns:
+            Token parts, and for each [first rank, rank to stop before] in its pool.
+        """
+        shards, ranks = [], []
+        for teacher, pool, first, stop in stretches(self.config, verifier, source):
+            size = self.config["pools"][pool]["shard_size"]
+            for index in range(first // size, self.shard_count(pool, stop)):
+                shards.append(self.tokens(verifier, teacher, pool, index, reasoning))
+                ranks.append([max(first, index * size), min(stop, (index + 1) * size)])
+        return shards, ranks
 
     @remembered
     def hidden_state(self, tokens: Node, layer: int) -> Node:
@@ -255,9 +291,8 @@ class Plan:
     def vocab(self, verifier: str, size: int) -> Node:
         """The verifier's named draft vocabulary, the same for all strategies."""
         spec = self.config["vocabulary"]
-        pools = spec["pools"]
-        shards = self.token_shards(verifier, spec["teacher"], pools)
-        settings = {"size": size, "samples": dict(sorted(pools.items()))}
+        shards, ranks = self.token_ranks(verifier, spec)
+        settings = {"size": size, "ranks": ranks}
         return self._node(
             "vocab", [verifier, f"size-{size}"], settings,
             {"model": self.model(verifier), "tokens": shards},
@@ -269,18 +304,15 @@ class Plan:
     def speculator(self, verifier: str, algorithm: str, strategy: str, epoch: int) -> Node:
         """The checkpoint after `epoch` passes over a strategy's data."""
         recipe, spec = self.config["algorithms"][algorithm], self.config["strategies"][strategy]
-        shards = self.token_shards(verifier, spec["teacher"], spec["pools"], spec["reasoning"])
+        shards, ranks = self.token_ranks(verifier, spec, spec["reasoning"])
         parents: dict[str, Any] = {"model": self.model(verifier), "tokens": shards}
-        settings: dict[str, Any] = {"samples": dict(sorted(spec["pools"].items()))}
-        own_teacher = self.teacher_name("self", verifier)
-        if self.teacher_name(spec["teacher"], verifier) != own_teacher:
+        settings: dict[str, Any] = {"ranks": ranks}
+        if self.relation(strategy, verifier) != "self":
             # Accuracies of strategies compare on the verifier's own answers only.
-            few = {
-                p: min(n, self.config["validation"]["own_samples"])
-                for p, n in spec["pools"].items()
-            }
-            parents["own_tokens"] = self.token_shards(verifier, own_teacher, few)
-            settings["own_samples"] = dict(sorted(few.items()))
+            most = self.config["validation"]["own_samples"]
+            few = {p: min(n, most) for p, n in spec["pools"].items()}
+            own = self.token_ranks(verifier, {"teacher": "self", "pools": few})
+            parents["own_tokens"], settings["own_ranks"] = own
         start = spec.get("start")
         if epoch > 1:
             parents["previous"] = self.speculator(verifier, algorithm, strategy, epoch - 1)
@@ -444,7 +476,7 @@ class Plan:
             "study": config["study"]["name"], "seed": config["seed"],
             "bench": {k: bench[k] for k in ("bootstrap_samples", "min_prompts", "overlap_ngram")},
             "acceptance": acceptance, "latency": latency, "training": training,
-            "strategies": self._strategy_rows(),
+            "strategies": self._strategy_rows(), "notices": self.notices,
             "pools": [{"pool": p, "folder": f} for p, f in sorted(pools)],
             "workloads": [
                 {"workload": w, "folder": self.workload(w).folder}
@@ -473,21 +505,23 @@ class Plan:
         rows: list[dict] = []
         sharing: dict[str, set[str]] = {}  # key of a responses part -> verifiers that use it
         for verifier, name in dict.fromkeys(used):
-            spec, relation = strategies[name], self.relation(name, verifier)
-            pools, parts = spec["pools"], []
-            teacher = self.teacher_name(spec["teacher"], verifier)
-            for pool in sorted(pools):
-                for index in range(self.shard_count(pool, pools[pool])):
+            spec, parts, own = strategies[name], [], 0
+            found = stretches(self.config, verifier, spec)
+            for teacher, pool, first, stop in found:
+                if self.config["teachers"][teacher]["model"] == verifier:
+                    own += stop - first
+                size = self.config["pools"][pool]["shard_size"]
+                for index in range(first // size, self.shard_count(pool, stop)):
                     part = self.responses(teacher, pool, index)
                     sharing.setdefault(part.key, set()).add(verifier)
                     parts.append({
-                        "folder": part.folder, "key": part.key, "first": 0, "stop": pools[pool]
+                        "folder": part.folder, "key": part.key, "first": first, "stop": stop
                     })  # fmt: skip
-            samples = sum(pools.values())
             rows.append({
                 "verifier": verifier, "strategy": name, "start": spec.get("start"),
-                "relation": relation, "teachers": [teacher], "samples": samples,
-                "own_samples": samples if relation == "self" else 0, "responses": parts,
+                "relation": self.relation(name, verifier),
+                "teachers": list(dict.fromkeys(t for t, *_ in found)),
+                "samples": sum(spec["pools"].values()), "own_samples": own, "responses": parts,
             })  # fmt: skip
         for row in rows:
             for entry in row["responses"]:

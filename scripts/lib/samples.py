@@ -8,42 +8,37 @@ from scripts.lib import tables
 from scripts.lib.errors import UserError
 
 
-def pool_of(tokens_folder: Path) -> str:
-    """Return the pool name of a tokens part: `<...>/<pool>/shard-NNNNN/<key>`."""
-    return Path(tokens_folder).parent.parent.name
-
-
-def read_tokens(folders: list[Path], samples: dict[str, int]) -> list[dict]:
-    """Read the first `samples[pool]` rows of each pool, by rank, from its shards.
+def read_tokens(folders: list[Path], ranks: list[list[int]]) -> list[dict]:
+    """Read the rows of a range of ranks from each token shard.
 
     Args:
         folders: finished tokens parts, in plan order.
-        samples: pool -> number of prompts asked for (dropped rows count as taken,
-            so that a subset is a prefix whatever was dropped).
+        ranks: per folder [first rank, rank to stop before]. Dropped rows count as taken,
+            so that a subset is a prefix whatever was dropped.
 
     Returns:
         Token rows; each also has `shard` (index into `folders`) and `row` (index
         in its shard's file, the same as in the shard's hidden states).
 
     Raises:
-        UserError: when a pool has fewer prompts than asked for.
+        UserError: when the shards have fewer prompts than asked for.
     """
-    rows, highest = [], dict.fromkeys(samples, 0)
-    for shard, folder in enumerate(folders):
-        pool = pool_of(folder)
-        for number, row in enumerate(
-            tables.read(folder, "tokens.parquet", "tokens", tables.TOKENS)
-        ):
-            highest[pool] = max(highest[pool], row["rank"] + 1)
-            if row["rank"] < samples[pool]:
+    rows, lacking, short = [], 0, ""
+    for shard, (folder, (first, stop)) in enumerate(zip(folders, ranks, strict=True)):
+        found = tables.read(folder, "tokens.parquet", "tokens", tables.TOKENS)
+        for number, row in enumerate(found):
+            if first <= row["rank"] < stop:
                 rows.append(row | {"shard": shard, "row": number})
-    for pool, asked in samples.items():
-        # Rows at the very end may have been dropped; more than a few mean a short pool.
-        if highest[pool] < 0.95 * asked:
-            raise UserError(
-                f"pool {pool} has {highest[pool]} prompts, {asked} are asked for. Lower the "
-                "sample count, or add prompts."
-            )
+        end = max((row["rank"] + 1 for row in found), default=first)
+        if end < stop:
+            lacking, short = lacking + stop - max(end, first), f"{folder} ends at rank {end}"
+    asked = sum(stop - first for first, stop in ranks)
+    # Rows at the very end may have been dropped; more than a few mean a short pool.
+    if lacking > 0.05 * asked:
+        raise UserError(
+            f"{asked} prompts are asked for, {lacking} of them do not exist: {short}. Lower "
+            "the sample count of that pool, or add prompts."
+        )
     return rows
 
 

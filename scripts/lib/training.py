@@ -63,6 +63,7 @@ class Trainer:
         self.base_rates = [[g["lr"] for g in o.param_groups] for o in optimizers]
         self.model, *self.optimizers = self.accelerator.prepare(built.model, *optimizers)
         self.step = 0  # optimizer steps since the start of epoch 1
+        self.epoch_facts: dict[str, float] = {}
 
     @property
     def raw_model(self):
@@ -104,6 +105,10 @@ class Trainer:
     def train_epoch(self, batches, epoch: int, work: Path | None = None) -> list[dict]:
         """Train one epoch; return a row of loss, rate and accuracy per optimizer step.
 
+        Leaves in `epoch_facts`, for the batches trained by this call: `data_seconds`, the
+        time spent waiting for them, and `padding_share`, the share of their positions
+        that hold no token.
+
         Args:
             batches: `PackedBatches`.
             epoch: 1-based.
@@ -125,8 +130,12 @@ class Trainer:
         progress = cli.Progress(f"training epoch {epoch}", count, "batches", done=skip)
         self.model.train()
         sums: dict[str, float] = {}
-        started, tokens = time.monotonic(), 0
-        for number, batch in enumerate(batches.epoch(epoch, skip), start=skip + 1):
+        started, waited, tokens, slots = time.monotonic(), 0.0, 0, 0
+        coming = batches.epoch(epoch, skip)
+        for number in range(skip + 1, count + 1):
+            asked = time.monotonic()
+            batch = next(coming)
+            waited += time.monotonic() - asked
             # A seed per step makes a resumed epoch equal to an uninterrupted one.
             torch.manual_seed(self.settings["seed"] * 1_000_003 + epoch * 100_003 + number)
             rate = self._set_rates()
@@ -138,6 +147,7 @@ class Trainer:
                 )
             self.accelerator.backward(loss / accumulate)
             tokens += int((batch["document_ids"] >= 0).sum())
+            slots += batch["document_ids"].numel()
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
             if number % accumulate and number < count:
@@ -164,6 +174,7 @@ class Trainer:
                     work / "step.pt",
                     {"trainer": self.state(), "batch": number, "history": history},
                 )
+        self.epoch_facts = {"data_seconds": round(waited, 3), "padding_share": 1 - tokens / slots}
         return history
 
     @torch.no_grad()

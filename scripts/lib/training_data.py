@@ -1,11 +1,11 @@
-"""Training data: rows with hidden states, packed into batches by Speculators' sampler."""
+"""Training data: rows with hidden states, packed into batches."""
 
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from scripts.lib import samples
+from scripts.lib import packing, samples
 from scripts.lib.shards import LayerShard
 
 
@@ -78,24 +78,33 @@ class PackedBatches:
 
     def __init__(self, dataset, settings, hidden, layers, preprocess, world=1, rank=0):
         from speculators.train.data import CollateFn
-        from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 
-        self.dataset, self.length = dataset, settings["total_seq_len"]
-        self.sampler = MultipackDistributedBatchSamplerV2(
-            self.length, [len(r["input_ids"]) for r in dataset.rows], world, rank,
-            seed=settings["seed"],
-        )  # fmt: skip
+        self.dataset, self.length, self.seed = dataset, settings["total_seq_len"], settings["seed"]
+        # As stored: drafts whose `preprocess` drops a token of every row leave that slot empty.
+        self.lengths = [len(r["input_ids"]) for r in dataset.rows]
+        self.world, self.rank = world, rank
         self.collate = CollateFn(self.length, hidden, layers, torch.bfloat16, preprocess)
+        self._packed: dict[int, list[list[int]]] = {}
+
+    def rows(self, epoch: int) -> list[list[int]]:
+        """Return the row numbers of every batch of an epoch.
+
+        Raises:
+            UserError: when a row is longer than a batch.
+        """
+        if epoch not in self._packed:
+            self._packed[epoch] = packing.pack(
+                self.lengths, self.length, self.seed, epoch, self.world, self.rank
+            )
+        return self._packed[epoch]
 
     def count(self, epoch: int) -> int:
         """Return the number of batches of an epoch."""
-        self.sampler.set_epoch(epoch)
-        return len(self.sampler)
+        return len(self.rows(epoch))
 
     def epoch(self, epoch: int, skip: int = 0):
         """Iterate over an epoch's batches (each [1, total_seq_len, ...]) from number `skip` on."""
-        self.sampler.set_epoch(epoch)
-        batches = [batch.tolist() for batch in self.sampler][skip:]
-        for batch in DataLoader(self.dataset, batch_sampler=batches, collate_fn=self.collate):
+        for rows in self.rows(epoch)[skip:]:
+            batch = self.collate([self.dataset[row] for row in rows])
             batch.pop("error_records", None)
             yield batch
