@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(workflow.basedir)))
 from scripts.lib.config import check
 from scripts.lib.errors import UserError
 from scripts.lib.identity import canonical_json, digest, pin_file
+from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 from scripts.lib.store import write_json
 

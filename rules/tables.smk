@@ -2,7 +2,7 @@
 # Cheap; rebuilt whenever a part, a label, or one of these scripts changes.
 
 LIB = SCRIPTS / "lib"
-LABELS = PLAN.labels()
+LABELS = study_labels(PLAN)
 
 
 def code(*files):

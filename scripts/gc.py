@@ -17,6 +17,7 @@ import yaml
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, store
 from scripts.lib.config import check
+from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 
 DEFAULT = Path(__file__).resolve().parents[1] / "config" / "config.yaml"
@@ -40,7 +41,7 @@ def main(args) -> None:
     stores = set()
     for path in args.configfile:
         plan = Plan(check(yaml.safe_load(path.read_text())))
-        used |= {str(Path(row["folder"]).resolve()) for row in plan.labels()["index"]}
+        used |= {str(Path(row["folder"]).resolve()) for row in study_labels(plan)["index"]}
         stores.add(Path(plan.store).resolve())
     total = 0
     for root in sorted(stores):

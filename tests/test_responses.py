@@ -1,14 +1,17 @@
 """Responses: how answers are judged, seeded, split, and resumed."""
 
+import argparse
 import hashlib
 import random
 from types import SimpleNamespace
 
 import pytest
-from helpers import new_part
+from helpers import finished_table, new_part
 
 from scripts import responses
-from scripts.lib import tables
+from scripts.lib import store, tables
+from scripts.lib.errors import UserError
+from scripts.lib.identity import part_key
 
 SETTINGS = {
     "temperature": 0.5,
@@ -76,6 +79,26 @@ def test_status(content, ids, finish, expected):
 
 
 @pytest.mark.parametrize(
+    "text, refused",
+    [
+        ("I'm sorry, but I can't help with that.", True),
+        ("I\u2019m sorry, but I cannot assist with that request.", True),
+        ("Sorry, I am unable to provide medical advice.", True),
+        ("I can't answer that.", True),
+        ("Unfortunately, I won't create such content.", True),
+        ("I'm sorry, but as an AI language model, I cannot do that.", True),
+        ("I'm sorry for your loss. Here is what you can do:", False),
+        ("I can help with that.", False),
+        ("You can't help him, I cannot share more.", False),
+        ("- I can't believe they sold my seat to someone else!", False),
+        ("I'm sorry I can't come tonight.", False),
+    ],
+)
+def test_a_refusal_is_told_from_an_apology(text, refused):
+    assert responses.status_of(text, [1] * 10, "stop") == ("refused" if refused else "ok")
+
+
+@pytest.mark.parametrize(
     "text, expected",
     [
         ("plain answer", ("", "plain answer")),
@@ -125,8 +148,8 @@ def answer_row(row, content):
 class FakeEngine:
     """Answers what it is asked, in reverse order; dies after `limit` answers."""
 
-    def __init__(self, monkeypatch, limit=None):
-        self.asked, self.limit = [], limit
+    def __init__(self, monkeypatch, limit=None, text="<think>t</think>to {}"):
+        self.asked, self.limit, self.text = [], limit, text
         monkeypatch.setattr(responses.engine, "build", lambda *a, **k: self)
         monkeypatch.setattr(responses, "add_requests", self.add)
         monkeypatch.setattr(responses.engine, "step_until_done", self.steps)
@@ -142,7 +165,7 @@ class FakeEngine:
             if number == self.limit:
                 raise KeyboardInterrupt
             answer = SimpleNamespace(
-                text=f"<think>t</think>to {identifier}", token_ids=[1, 2], finish_reason="stop"
+                text=self.text.format(identifier), token_ids=[1, 2], finish_reason="stop"
             )
             yield SimpleNamespace(request_id=f"{identifier}-abc", outputs=[answer])
 
@@ -189,3 +212,45 @@ def test_finished_rows_join_all_parts_and_ignore_half_written_files(tmp_path):
     assert {i: r["content"] for i, r in found.items()} == {
         r["prompt_id"]: f"a{r['rank']}" for r in rows[:4]
     }
+
+
+# -- what teachers may be told and what they may not do ---------------------------------
+
+
+@pytest.mark.parametrize("strip, content", [(True, "a b"), (False, " a b\n")])
+def test_white_space_around_an_answer_is_dropped_only_when_asked(
+    tmp_path, monkeypatch, strip, content
+):
+    FakeEngine(monkeypatch, text=" a b\n")
+    settings = SETTINGS | {"strip": strip}
+    part = new_part(tmp_path, "responses", settings)
+    answers = responses.generate(prompt_rows(1), settings, "", "", RUNTIME, part)
+    assert [row["content"] for row in answers.values()] == [content]
+
+
+@pytest.mark.parametrize("ceiling, passes", [(0.5, False), (1.0, True)])
+def test_too_many_refusals_are_an_error_that_keeps_the_answers(
+    tmp_path, monkeypatch, ceiling, passes
+):
+    FakeEngine(monkeypatch, text="I'm sorry, but I can't help with that.")
+    monkeypatch.setattr(responses.engine, "open_model", lambda folder: ("dir", "", {}))
+    prompts = new_part(tmp_path, "prompts", {"test": 1})
+    prompts = finished_table(prompts, "prompts.parquet", prompt_rows(4), tables.PROMPTS)
+    model = new_part(tmp_path, "models", {"source": "test"})
+    with model:
+        model.finish([])
+    model = model.folder
+    keys = {"model": model.name, "prompts": prompts.name}
+    out = tmp_path / "responses" / part_key("responses", SETTINGS, keys)
+    args = argparse.Namespace(
+        out=out, settings=SETTINGS, model=model, prompts=prompts, runtime={"device": "cpu",
+        "threads": 1}, max_lost_share=0.02, max_refused_share=ceiling,
+    )  # fmt: skip
+    if passes:
+        responses.main(args)
+        assert store.read_manifest(out, "responses")["counts"] == {"refused": 4}
+    else:
+        with pytest.raises(UserError, match=r"refused 4 of 4 prompts.*max_refused_share 0.5"):
+            responses.main(args)
+        assert not (out / "manifest.json").exists()
+        assert len(responses.finished_rows(out / "work")) == 4

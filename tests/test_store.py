@@ -21,6 +21,7 @@ from scripts.lib import store, tables
 from scripts.lib.config import check
 from scripts.lib.errors import UserError
 from scripts.lib.identity import CONTRACTS, part_key
+from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 
 SETTINGS = {"max_length": 8}
@@ -379,7 +380,7 @@ def test_gc_removes_only_what_no_configuration_uses_and_nothing_claimed(
     config = study(tmp_path) | {"store": name}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr(gc, "DEFAULT", tmp_path / "c.yaml")
-    used = {row["folder"] for row in Plan(check(config)).labels()["index"]}
+    used = {row["folder"] for row in study_labels(Plan(check(config)))["index"]}
     unused, claimed = "store/tokens/x/" + "0" * 16, "store/tokens/x/" + "1" * 16
     for folder in [*used, unused, claimed]:
         os.makedirs(folder)

@@ -18,7 +18,6 @@ from scripts.lib.teachers import (
     resolve_teacher,
     stretches,
     unaccepted_models,
-    with_starts,
 )
 
 
@@ -92,10 +91,14 @@ class Plan:
         except KeyError:
             raise UserError(f"no {stage} part of this configuration has the key {key}.") from None
 
+    def all_nodes(self) -> list[Node]:
+        """Return all nodes in the order of planning."""
+        self.targets()
+        return list(self._nodes.values())
+
     def nodes(self, stage: str) -> list[Node]:
         """Return all nodes of a stage in the order of planning."""
-        self.targets()
-        return [n for (s, _), n in self._nodes.items() if s == stage]
+        return [n for n in self.all_nodes() if n.stage == stage]
 
     def batch(self, parts: list[Node]) -> Batch | None:
         """Return the batch of those of `parts` that do not exist yet, or None."""
@@ -193,9 +196,10 @@ class Plan:
         }  # fmt: skip
         return self._node("prompts", [pool, f"shard-{index:05d}"], settings, local={"paths": paths})
 
-    def shard_count(self, pool: str, samples: int) -> int:
-        """Number of shards that hold the first `samples` rows of a pool."""
-        return -(-samples // self.config["pools"][pool]["shard_size"])
+    def shards(self, pool: str, first: int, stop: int) -> range:
+        """Numbers of the shards that hold the ranks from `first` to before `stop` of a pool."""
+        size = self.config["pools"][pool]["shard_size"]
+        return range(first // size, -(-stop // size))
 
     @remembered
     def workload(self, name: str) -> Node:
@@ -263,7 +267,7 @@ class Plan:
         shards, ranks = [], []
         for teacher, pool, first, stop in stretches(self.config, verifier, source):
             size = self.config["pools"][pool]["shard_size"]
-            for index in range(first // size, self.shard_count(pool, stop)):
+            for index in self.shards(pool, first, stop):
                 shards.append(self.tokens(verifier, teacher, pool, index, reasoning))
                 ranks.append([max(first, index * size), min(stop, (index + 1) * size)])
         return shards, ranks
@@ -442,98 +446,3 @@ class Plan:
         for node in [n for (s, _), n in self._nodes.items() if s == "speculators"]:
             self.training_states(node)
         return leaves
-
-    def labels(self) -> dict:
-        """Return what tables need: every part of the study with its labels (JSON-ready)."""
-        bench, config = self.config["benchmark"], self.config
-        acceptance, latency, training = [], [], []
-        measured = set(self.checkpoints())
-        for verifier, checkpoint in self.trained():
-            node = self.speculator(verifier, *checkpoint)
-            chain: list[str] = []
-            step: Node | None = node
-            while step:
-                chain.insert(0, step.key)
-                step = step.parents.get("previous") or step.parents.get("start")
-            training.append(self._checkpoint_labels(verifier, checkpoint) | {
-                "folder": node.folder, "key": node.key, "chain": chain,
-                "benchmarked": (verifier, checkpoint) in measured})  # fmt: skip
-        for verifier, checkpoint in self.servers():
-            labels = self._checkpoint_labels(verifier, checkpoint)
-            for workload, node in self.benchmark_parts(verifier, checkpoint):
-                row = labels | node.settings | {
-                    "workload": workload, "folder": node.folder, "key": node.key}  # fmt: skip
-                if node.settings["kind"] == "latency":
-                    latency.append(row)
-                    continue
-                same = node.settings["concurrency"] == bench["concurrency"]
-                row["role"] = "checkpoint" if checkpoint else "baseline" if same else "control"
-                acceptance.append(row)
-        pools = {
-            (n.names[0], n.folder) for n in self.nodes("prompts")
-        }  # fmt: skip
-        return {
-            "study": config["study"]["name"], "seed": config["seed"],
-            "bench": {k: bench[k] for k in ("bootstrap_samples", "min_prompts", "overlap_ngram")},
-            "acceptance": acceptance, "latency": latency, "training": training,
-            "strategies": self._strategy_rows(), "notices": self.notices,
-            "pools": [{"pool": p, "folder": f} for p, f in sorted(pools)],
-            "workloads": [
-                {"workload": w, "folder": self.workload(w).folder}
-                for w in dict.fromkeys(config["study"]["workloads"] + bench["latency"]["workloads"])
-            ],
-            "index": [
-                {"stage": n.stage, "name": "/".join(names), "key": n.key, "folder": n.folder}
-                for n in self._nodes.values()
-                for names in n.aliases
-            ],
-        }  # fmt: skip
-
-    def _checkpoint_labels(self, verifier: str, checkpoint) -> dict:
-        algorithm, strategy, epoch = checkpoint or (None, None, None)
-        spec = self.config["strategies"].get(strategy)
-        return {
-            "verifier": verifier, "model": self.model_text(verifier), "algorithm": algorithm,
-            "strategy": strategy, "epoch": epoch,
-            "schedule_epochs": spec and spec["schedule_epochs"],
-        }  # fmt: skip
-
-    def _strategy_rows(self) -> list[dict]:
-        """Return whose responses each strategy (starts included) learns from, per verifier."""
-        strategies = self.config["strategies"]
-        used = [(v, n) for v, _, s in self.runs for n in with_starts(strategies, s)]
-        rows: list[dict] = []
-        sharing: dict[str, set[str]] = {}  # key of a responses part -> verifiers that use it
-        for verifier, name in dict.fromkeys(used):
-            spec, parts, own = strategies[name], [], 0
-            found = stretches(self.config, verifier, spec)
-            for teacher, pool, first, stop in found:
-                if self.config["teachers"][teacher]["model"] == verifier:
-                    own += stop - first
-                size = self.config["pools"][pool]["shard_size"]
-                for index in range(first // size, self.shard_count(pool, stop)):
-                    part = self.responses(teacher, pool, index)
-                    sharing.setdefault(part.key, set()).add(verifier)
-                    parts.append({
-                        "folder": part.folder, "key": part.key, "first": first, "stop": stop
-                    })  # fmt: skip
-            rows.append({
-                "verifier": verifier, "strategy": name, "start": spec.get("start"),
-                "relation": self.relation(name, verifier),
-                "teachers": list(dict.fromkeys(t for t, *_ in found)),
-                "samples": sum(spec["pools"].values()), "own_samples": own, "responses": parts,
-            })  # fmt: skip
-        for row in rows:
-            for entry in row["responses"]:
-                entry["verifiers"] = len(sharing[entry["key"]])
-        return rows
-
-    def model_text(self, name: str) -> str:
-        """Return a model's source and revision as text."""
-        entry = self.config["models"][name]
-        if entry["source"] == "package":
-            return f"{entry['package']} {entry['version']}"
-        if entry["source"] == "derived":
-            dropped = ", ".join(map(str, sorted(entry["drop_layers"])))
-            return f"{self.model_text(entry['from'])} without layers {dropped}"
-        return f"{entry['path']} ({self.model(name).settings['pin']})"
