@@ -22,6 +22,7 @@ from scripts.lib.config import check
 from scripts.lib.errors import UserError
 from scripts.lib.identity import canonical_json, digest, pin_file
 from scripts.lib.labels import study_labels
+from scripts.lib.paths import pack
 from scripts.lib.plan import Plan
 from scripts.lib.store import write_json
 

@@ -80,3 +80,8 @@ def batch_waits_for(stage):
     return lambda wildcards: sorted(
         {n.manifest for p in parts_of(stage, wildcards) for n in p.all_parents()}
     )
+
+
+def packed(nodes):
+    """Return the folders of many parts as one command line value."""
+    return pack([n.folder for n in nodes])

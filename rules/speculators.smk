@@ -12,12 +12,10 @@ def training_inputs(wildcards):
 
 def optional(node, flag, role):
     """Return a flag with the folder(s) of a role, or nothing when the part has none."""
-    found = node.parents.get(role, [])
-    return (
-        [flag, *(n.folder for n in (found if isinstance(found, list) else [found]))]
-        if found
-        else []
-    )
+    found = node.parents.get(role)
+    if not found:
+        return []
+    return [flag, packed(found) if isinstance(found, list) else found.folder]
 
 
 rule train_speculator:
@@ -33,9 +31,9 @@ rule train_speculator:
         runtime=lambda wildcards, attempt: 720 * attempt,
     params:
         model=of("speculators", lambda n: n.parents["model"].folder),
-        tokens=of("speculators", lambda n: [t.folder for t in n.parents["tokens"]]),
+        tokens=of("speculators", lambda n: packed(n.parents["tokens"])),
         own=of("speculators", lambda n: optional(n, "--own-tokens", "own_tokens")),
-        states=of("speculators", lambda n: [s.folder for s in PLAN.training_states(n)]),
+        states=of("speculators", lambda n: packed(PLAN.training_states(n))),
         vocab=of("speculators", lambda n: n.parents["vocab"].folder),
         origin=of(
             "speculators",

@@ -14,7 +14,7 @@ rule build_vocab:
         runtime=lambda wildcards, attempt: 60 * attempt,
     params:
         model=of("vocab", lambda n: n.parents["model"].folder),
-        tokens=of("vocab", lambda n: [t.folder for t in n.parents["tokens"]]),
+        tokens=of("vocab", lambda n: packed(n.parents["tokens"])),
         settings=of("vocab", lambda n: n.settings_json),
         out=of("vocab", lambda n: n.folder),
     shell:

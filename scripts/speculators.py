@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, engine, samples, store
 from scripts.lib.errors import UserError
+from scripts.lib.paths import Paths
 
 
 def load_splits(args, layers: int):
@@ -136,12 +137,12 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="models part of the verifier")
-    parser.add_argument("--tokens", type=Path, nargs="+", required=True, help="tokens parts")
-    parser.add_argument("--own-tokens", type=Path, nargs="*", default=[],
+    parser.add_argument("--tokens", action=Paths, nargs="+", required=True, help="tokens parts")
+    parser.add_argument("--own-tokens", action=Paths, nargs="+", default=[],
                         help="tokens parts of the verifier's own responses, if others")  # fmt: skip
     parser.add_argument(
         "--states",
-        type=Path,
+        action=Paths,
         nargs="+",
         required=True,
         help="hidden_states parts: all layers of shard 1, of shard 2, ...",

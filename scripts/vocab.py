@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, engine, samples, store
 from scripts.lib.errors import UserError
+from scripts.lib.paths import Paths
 
 
 def main(args) -> None:
@@ -56,7 +57,7 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = cli.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="models part of the verifier")
-    parser.add_argument("--tokens", type=Path, nargs="+", required=True, help="tokens parts")
+    parser.add_argument("--tokens", action=Paths, nargs="+", required=True, help="tokens parts")
     parser.add_argument(
         "--settings", type=cli.json_argument, required=True, help="keyed settings (JSON)"
     )

@@ -195,6 +195,46 @@ def test_a_second_strategy_on_the_same_data_shares_it(edited, tmp_path):
 
 
 @pytest.fixture
+def crossed(base):
+    """The demo's strategy and one with a teacher of another family, both finished."""
+    base["models"]["other"] = {"source": "package", "package": "other", "version": "1.0"}
+    base["teachers"]["other"] = base["teachers"]["smollm2-135m"] | {"model": "other"}
+    base["strategies"]["cross"] = base["strategies"]["self"] | {"teacher": "other"}
+    base["study"]["strategies"] = ["self", "cross"]
+    finish_everything(base)
+    return copy.deepcopy(base)
+
+
+def test_hybrids_of_several_sizes_need_no_further_responses(crossed, tmp_path):
+    for samples in (50, 150):
+        crossed["strategies"][f"hybrid-{samples}"] = {
+            "teacher": "self", "pools": {"demo": samples}, "schedule_epochs": 2,
+            "start": {"strategy": "cross", "epoch": 2},
+        }  # fmt: skip
+        crossed["study"]["strategies"].append(f"hybrid-{samples}")
+    jobs = dry_run(crossed, tmp_path)
+    assert {r for r, _ in jobs} == {"train_speculator", "benchmark_checkpoint"}
+    assert len(jobs) == 8 and all("hybrid" in n for _, n in jobs)
+
+
+def test_a_mixture_of_teachers_that_have_answered_plans_its_training_alone(crossed, tmp_path):
+    shares = [{"teacher": "self", "share": 0.3}, {"teacher": "other", "share": 0.7}]
+    crossed["strategies"]["mixed"] = {"mixture": shares, "pools": {"demo": 200}}
+    crossed["study"]["strategies"].append("mixed")
+    jobs = dry_run(crossed, tmp_path)
+    assert {r for r, _ in jobs} == {"train_speculator", "benchmark_checkpoint"}
+    assert len(jobs) == 4 and all("mixed" in n for _, n in jobs)
+
+
+def test_a_model_whose_terms_are_not_accepted_is_not_planned(crossed, tmp_path):
+    crossed["models"]["other"]["terms"] = "gemma"
+    crossed["store"] = str(tmp_path / "empty")
+    jobs = dry_run(crossed, tmp_path)
+    assert ("train_speculator", "smollm2-135m/eagle3/self/epoch-2") in jobs
+    assert not [n for _, n in jobs if "other" in n or "cross" in n]
+
+
+@pytest.fixture
 def family(base):
     """A second model of the demo's family, and a strategy that its largest model teaches."""
     base["families"] = {"smollm2": {"teacher": "smollm2-135m"}}
