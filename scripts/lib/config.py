@@ -3,6 +3,7 @@
 Imports only a YAML reader and jsonschema: Snakemake calls this on every parse.
 """
 
+import re
 from pathlib import Path
 
 import jsonschema
@@ -89,7 +90,7 @@ def check(config: dict) -> dict:
     for name, model in config["models"].items():
         needed = {
             "package": ("package", "version"), "local": ("path",),
-            "derived": ("from", "drop_layers"),
+            "derived": ("from", "drop_layers"), "hub": ("repo", "revision"),
         }[model["source"]]  # fmt: skip
         for key in needed:
             if key not in model:
@@ -97,6 +98,11 @@ def check(config: dict) -> dict:
                     f"configuration: models.{name} has source {model['source']!r} and so "
                     f"needs the key {key!r}."
                 )
+        if "revision" in model and not re.fullmatch("[0-9a-f]{40}", model["revision"]):
+            raise UserError(
+                f"configuration: models.{name}.revision is {model['revision']!r}. Branches and "
+                "tags move: give the commit, 40 hex digits."
+            )
     models, teachers, pools = config["models"], config["teachers"], config["pools"]
     strategies, study = config["strategies"], config["study"]
     bases = {n: m["from"] for n, m in models.items() if m["source"] == "derived"}

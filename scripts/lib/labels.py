@@ -100,6 +100,8 @@ def model_text(plan: Plan, name: str) -> str:
     entry = plan.config["models"][name]
     if entry["source"] == "package":
         return f"{entry['package']} {entry['version']}"
+    if entry["source"] == "hub":
+        return f"{entry['repo']} {entry['revision'][:12]}"
     if entry["source"] == "derived":
         dropped = ", ".join(map(str, sorted(entry["drop_layers"])))
         return f"{model_text(plan, entry['from'])} without layers {dropped}"

@@ -162,6 +162,8 @@ class Plan:
             settings |= {k: entry[k] for k in ("package", "version", "dtype")}
             how = "assemble" if entry["assemble"] else "file"
             settings[how] = entry[how]
+        elif entry["source"] == "hub":
+            settings |= {k: entry[k] for k in ("repo", "revision")}
         elif entry["source"] == "derived":
             settings["drop_layers"] = sorted(entry["drop_layers"])
             parents["base"] = self.model(entry["from"])
