@@ -1,6 +1,7 @@
 """Configurations: every mistake is named with its place, defaults are filled in."""
 
 import copy
+import re
 
 import pytest
 import yaml
@@ -217,3 +218,13 @@ def test_demo_configuration_is_valid_and_its_files_exist():
         for path in entry["path"] if isinstance(entry["path"], list) else [entry["path"]]:
             assert (ROOT / path).is_file(), path
     assert len(config["study"]["workloads"]) == 7
+
+
+def test_the_example_of_the_readme_and_all_studies_are_valid():
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "config/README.md").read_text(), re.DOTALL)
+    (example,) = [b for b in blocks if "models:" in b and "study:" in b]
+    assert check(yaml.safe_load(example))["study"]["name"] == "mine"
+    studies = list((ROOT / "config/studies").glob("*.yaml"))
+    assert studies
+    for file in studies:
+        check(yaml.safe_load(file.read_text()))

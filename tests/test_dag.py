@@ -194,6 +194,30 @@ def test_a_second_strategy_on_the_same_data_shares_it(edited, tmp_path):
     assert all("short" in n for _, n in jobs)
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_one_generation_per_teacher_serves_both_verifiers_of_the_cpu_study(tmp_path, accepted):
+    config = yaml.safe_load((ROOT / "config/studies/cpu.yaml").read_text())
+    config |= {"store": str(tmp_path / "store"), "accept_gemma_terms": accepted}
+    for entry in (*config["pools"].values(), *config["workloads"].values()):
+        paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+        entry["path"] = [str(ROOT / p) for p in paths] if len(paths) > 1 else str(ROOT / paths[0])
+    template = config["models"]["gemma3-270m"]["chat_template"]
+    config["models"]["gemma3-270m"]["chat_template"] = str(ROOT / template)
+    rules = [rule for rule, _ in dry_run(config, tmp_path)]
+    # Own data of two verifiers (the larger one's is the family's) and what Gemma adds.
+    teachers, readings = (3, 5) if accepted else (2, 3)
+    assert {r: rules.count(r) for r in set(rules)} == {
+        "prepare_model": teachers, "draw_prompts": 1, "draw_workload": 7, "build_vocab": 2,
+        "generate_responses": teachers, "tokenize_responses": readings,
+        "extract_hidden_states": readings,
+        # eagle3: self 4 epochs each, same_family 2 for the smaller; dflash and peagle 2 each
+        # per verifier; with Gemma cross_family and two hybrids 2 each per verifier, mixture 2.
+        "train_speculator": 32 if accepted else 18,
+        # both bare; self 4 and dflash and peagle per verifier, same_family; 3 each and mixture
+        "benchmark_checkpoint": 22 if accepted else 15,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def crossed(base):
     """The demo's strategy and one with a teacher of another family, both finished."""
