@@ -17,9 +17,9 @@ rule benchmark_checkpoint:
         log_of("benchmarks"),
     threads: ENGINE_THREADS
     resources:
-        mem_mb=lambda wildcards, attempt: 12000 * attempt,
-        runtime=lambda wildcards, attempt: 240 * attempt,
+        **needs(12000, 240, engine_gpus("benchmarks")),
     params:
+        runtime=runtime_of("benchmarks"),
         model=lambda wildcards, output: parts_of("benchmarks", wildcards)[0].parents["model"].folder,
         speculator=lambda wildcards, output: (
             ["--speculator", s.folder, "--algorithm", s.settings["algorithm"]]
@@ -38,5 +38,5 @@ rule benchmark_checkpoint:
         ),
     shell:
         "{RUN}/benchmarks.py --model {params.model:q} {params.speculator:q}"
-        " --parts {params.parts:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"
+        " --parts {params.parts:q} --runtime {params.runtime:q} --max-lost-share {LOST}"
         " --batch {output:q} --log {log:q}"

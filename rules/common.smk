@@ -1,8 +1,16 @@
 # What all rules share: the plan, and how a script is called.
 
+# The profiles for Slurm name the kind of nodes in this default resource.
+_node_type = (workflow.resource_settings.default_resources or {}).get("node_type")
+ON_SLURM = _node_type is not None
+
 try:
     PLAN = Plan(check(dict(config)), Path("."))
     PLAN.targets()
+    SITE = read_site(
+        Path(PLAN.config["site"] or Path(workflow.basedir) / "config" / "site.yaml"),
+        _node_type.raw if ON_SLURM and _node_type.raw != "default" else "",
+    )
 except UserError as error:
     # Without this every user's mistake would come with a page of traceback.
     sys.exit(f"error: {error}")
@@ -15,11 +23,16 @@ STORE = PLAN.store
 PYTHON = PLAN.config["python"] or sys.executable
 SCRIPTS = Path(workflow.basedir) / "scripts"
 RUN = f"{shlex.quote(PYTHON)} {shlex.quote(str(SCRIPTS))}"  # {RUN}/<script> in a shell command
-RUNTIME = canonical_json(PLAN.config["runtime"])
 LOST = PLAN.config["max_lost_share"]
 REFUSED = PLAN.config["max_refused_share"]
-# One engine at a time on a CPU: two slow each other down tenfold.
-ENGINE_THREADS = max(1, workflow.cores) if PLAN.config["runtime"]["device"] == "cpu" else 8
+ON_GPU = PLAN.config["runtime"]["device"] == "cuda"
+if ON_GPU:
+    ENGINE_THREADS = 8
+elif ON_SLURM:
+    ENGINE_THREADS = PLAN.config["runtime"]["threads"]
+else:
+    # One engine at a time on a CPU: two slow each other down tenfold.
+    ENGINE_THREADS = max(1, workflow.cores)
 
 
 wildcard_constraints:
@@ -85,3 +98,51 @@ def batch_waits_for(stage):
 def packed(nodes):
     """Return the folders of many parts as one command line value."""
     return pack([n.folder for n in nodes])
+
+
+def engine_model(stage, wildcards):
+    """Return the models part that a job of a stage loads into an engine."""
+    parts = (
+        [PLAN.get(stage, wildcards.key)]
+        if hasattr(wildcards, "key")
+        else parts_of(stage, wildcards)
+    )
+    return parts[0].parents["model"]
+
+
+def runtime_of(stage):
+    """Return a params function: engine settings of a job, with the GPUs it spreads over."""
+
+    def settings(wildcards, output):
+        model = engine_model(stage, wildcards)
+        return canonical_json(
+            PLAN.config["runtime"] | {"tensor_parallel": PLAN.tensor_parallel(model)}
+        )
+
+    return settings
+
+
+def needs(mem_mb, minutes, gpus=None):
+    """Return the resources of a step: what it needs anywhere, and the site's settings.
+
+    Memory and time grow with every attempt. `gpus` is a function of wildcards; a step
+    without it never runs on a GPU.
+    """
+    found = job_resources(SITE)
+    memory = lambda wildcards, attempt: mem_mb * attempt
+    if gpus and ON_GPU:
+        found = {
+            name: (lambda wildcards, name=name: job_resources(SITE, gpus(wildcards))[name])
+            for name in job_resources(SITE, 1)
+        }
+        per_gpu = 1000 * SITE["node"]["memory_gb_per_gpu"]
+        memory = lambda wildcards, attempt: max(mem_mb * attempt, per_gpu * gpus(wildcards))
+    return found | {
+        "mem_mb": memory,
+        "runtime": lambda wildcards, attempt: minutes * attempt,
+    }
+
+
+def engine_gpus(stage):
+    """Return a function of wildcards: how many GPUs the engine of a job takes."""
+    return lambda wildcards: PLAN.tensor_parallel(engine_model(stage, wildcards))

@@ -11,9 +11,9 @@ rule extract_hidden_states:
         log_of("hidden_states"),
     threads: ENGINE_THREADS
     resources:
-        mem_mb=lambda wildcards, attempt: 12000 * attempt,
-        runtime=lambda wildcards, attempt: 240 * attempt,
+        **needs(12000, 240, engine_gpus("hidden_states")),
     params:
+        runtime=runtime_of("hidden_states"),
         model=lambda wildcards, output: parts_of("hidden_states", wildcards)[0]
         .parents["model"]
         .folder,
@@ -29,5 +29,5 @@ rule extract_hidden_states:
         check=lambda wildcards, output: PLAN.config["hidden_states"]["check_rows"],
     shell:
         "{RUN}/hidden_states.py --model {params.model:q} --tokens {params.tokens:q}"
-        " --parts {params.parts:q} --runtime {RUNTIME:q} --check-rows {params.check}"
+        " --parts {params.parts:q} --runtime {params.runtime:q} --check-rows {params.check}"
         " --batch {output:q} --log {log:q}"

@@ -11,8 +11,7 @@ rule prepare_model:
         log_of("models"),
     threads: ENGINE_THREADS
     resources:
-        mem_mb=lambda wildcards, attempt: 8000 * attempt,
-        runtime=lambda wildcards, attempt: 60 * attempt,
+        **needs(8000, 60),
     params:
         settings=of("models", lambda n: n.settings_json),
         optional=of(

@@ -8,8 +8,7 @@ rule draw_prompts:
     log:
         log_of("prompts"),
     resources:
-        mem_mb=lambda wildcards, attempt: 4000 * attempt,
-        runtime=lambda wildcards, attempt: 30 * attempt,
+        **needs(4000, 30),
     params:
         source=of("prompts", lambda n: n.local["paths"]),
         settings=of("prompts", lambda n: n.settings_json),

@@ -11,14 +11,14 @@ rule generate_responses:
         log_of("responses"),
     threads: ENGINE_THREADS
     resources:
-        mem_mb=lambda wildcards, attempt: 12000 * attempt,
-        runtime=lambda wildcards, attempt: 240 * attempt,
+        **needs(12000, 240, engine_gpus("responses")),
     params:
+        runtime=runtime_of("responses"),
         model=of("responses", lambda n: n.parents["model"].folder),
         prompts=of("responses", lambda n: n.parents["prompts"].folder),
         settings=of("responses", lambda n: n.settings_json),
         out=of("responses", lambda n: n.folder),
     shell:
         "{RUN}/responses.py --model {params.model:q} --prompts {params.prompts:q}"
-        " --settings {params.settings:q} --runtime {RUNTIME:q} --max-lost-share {LOST}"
+        " --settings {params.settings:q} --runtime {params.runtime:q} --max-lost-share {LOST}"
         " --max-refused-share {REFUSED} --out {params.out:q} --log {log:q}"

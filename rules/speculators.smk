@@ -27,9 +27,9 @@ rule train_speculator:
         log_of("speculators"),
     threads: ENGINE_THREADS
     resources:
-        mem_mb=lambda wildcards, attempt: 16000 * attempt,
-        runtime=lambda wildcards, attempt: 720 * attempt,
+        **needs(16000, 720, engine_gpus("speculators")),
     params:
+        runtime=runtime_of("speculators"),
         model=of("speculators", lambda n: n.parents["model"].folder),
         tokens=of("speculators", lambda n: packed(n.parents["tokens"])),
         own=of("speculators", lambda n: optional(n, "--own-tokens", "own_tokens")),
@@ -45,5 +45,5 @@ rule train_speculator:
     shell:
         "{RUN}/speculators.py --model {params.model:q} --tokens {params.tokens:q}"
         " {params.own:q} --states {params.states:q} --vocab {params.vocab:q} {params.origin:q}"
-        " --settings {params.settings:q} --extra-inputs {params.extra:q} --runtime {RUNTIME:q}"
+        " --settings {params.settings:q} --extra-inputs {params.extra:q} --runtime {params.runtime:q}"
         " --out {params.out:q} --log {log:q}"

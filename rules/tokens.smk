@@ -10,8 +10,7 @@ rule tokenize_responses:
     log:
         log_of("tokens"),
     resources:
-        mem_mb=lambda wildcards, attempt: 8000 * attempt,
-        runtime=lambda wildcards, attempt: 60 * attempt,
+        **needs(8000, 60),
     params:
         model=of("tokens", lambda n: n.parents["model"].folder),
         responses=of("tokens", lambda n: n.parents["responses"].folder),

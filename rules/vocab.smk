@@ -10,8 +10,7 @@ rule build_vocab:
     log:
         log_of("vocab"),
     resources:
-        mem_mb=lambda wildcards, attempt: 8000 * attempt,
-        runtime=lambda wildcards, attempt: 60 * attempt,
+        **needs(8000, 60),
     params:
         model=of("vocab", lambda n: n.parents["model"].folder),
         tokens=of("vocab", lambda n: packed(n.parents["tokens"])),

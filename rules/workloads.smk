@@ -8,8 +8,7 @@ rule draw_workload:
     log:
         log_of("workloads"),
     resources:
-        mem_mb=lambda wildcards, attempt: 4000 * attempt,
-        runtime=lambda wildcards, attempt: 30 * attempt,
+        **needs(4000, 30),
     params:
         source=of("workloads", lambda n: n.local["paths"]),
         settings=of("workloads", lambda n: n.settings_json),

@@ -72,20 +72,33 @@ def _explain(error: jsonschema.ValidationError) -> str:
     return f"{where}: {error.message}."
 
 
+def validated(value, schema: dict, what: str):
+    """Return a copy of `value` with a schema's defaults filled in.
+
+    Args:
+        value: what a YAML file holds.
+        schema: a JSON schema.
+        what: the file, for the message.
+
+    Raises:
+        UserError: naming the first key at fault and the mend.
+    """
+    errors = sorted(
+        jsonschema.Draft202012Validator(schema).iter_errors(value),
+        key=lambda e: [str(p) for p in e.absolute_path],
+    )
+    if errors:
+        raise UserError(f"{what}: {_explain(errors[0])}")
+    return _fill(value, schema, schema)
+
+
 def check(config: dict) -> dict:
     """Validate `config` and return it with all defaults filled in.
 
     Raises:
         UserError: naming the key at fault and the mend.
     """
-    schema = load_schema()
-    errors = sorted(
-        jsonschema.Draft202012Validator(schema).iter_errors(config),
-        key=lambda e: [str(p) for p in e.absolute_path],
-    )
-    if errors:
-        raise UserError("configuration: " + _explain(errors[0]))
-    config = _fill(config, schema, schema)
+    config = validated(config, load_schema(), "configuration")
 
     for name, model in config["models"].items():
         needed = {
@@ -125,6 +138,7 @@ def check(config: dict) -> dict:
                 "epochs are trained. Raise epochs, or leave them out."
             )
     need(study["workloads"], config["workloads"], "study.workloads", "workload")
+    need(config["runtime"]["tensor_parallel"], models, "runtime.tensor_parallel", "model")
     latency = config["benchmark"]["latency"]
     need(latency["workloads"], config["workloads"], "benchmark.latency.workloads", "workload")
     for name, strategy in strategies.items():

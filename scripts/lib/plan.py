@@ -174,6 +174,11 @@ class Plan:
             settings["chat_template"] = pin_file(self.root / template)
         return self._node("models", [name], settings, parents, local=local)
 
+    def tensor_parallel(self, model: Node) -> int:
+        """Return how many GPUs an engine of a model part takes."""
+        sizes = self.config["runtime"]["tensor_parallel"]
+        return max(sizes.get(names[0], 1) for names in model.aliases)
+
     def _source(self, entry: dict) -> tuple[list[str], list[str]]:
         paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
         full = [str(self.root / p) for p in paths]
@@ -393,6 +398,7 @@ class Plan:
             "kind": "latency", "k": bench["k"] if checkpoint else 0, "concurrency": concurrency,
             "temperature": bench["temperature"], "max_model_len": bench["max_model_len"],
             "seed": self.config["seed"],
+            "tensor_parallel": self.tensor_parallel(self.model(verifier)),
         }  # fmt: skip
         speculator = self.speculator(verifier, *checkpoint) if checkpoint else None
         names = [verifier, *self._checkpoint_names(checkpoint), workload, f"latency-c{concurrency}"]

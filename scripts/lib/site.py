@@ -1,0 +1,69 @@
+"""The site: what a cluster wants to be told with a job. Pure and light, in no key."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scripts.lib.config import validated
+from scripts.lib.errors import UserError
+
+SCHEMA_FILE = Path(__file__).resolve().parents[2] / "config" / "site.schema.yaml"
+
+
+def read_site(path: Path, node_type: str = "") -> dict:
+    """Read a site file and choose its node type.
+
+    Args:
+        path: YAML file.
+        node_type: an entry of `node_types`; empty: the default one.
+
+    Returns:
+        The file's settings with defaults, and `node`: the chosen entry.
+
+    Raises:
+        UserError: naming the file, the key and the mend.
+    """
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"the site file {path} cannot be read ({error}). See `site`.") from error
+    site = validated(settings, yaml.safe_load(SCHEMA_FILE.read_text()), str(path))
+    chosen = node_type or site["default_node_type"]
+    if chosen not in site["node_types"]:
+        raise UserError(
+            f"{path} has no node type {chosen!r}. Known: {', '.join(sorted(site['node_types']))}."
+        )
+    return site | {"node": site["node_types"][chosen]}
+
+
+def job_resources(site: dict, gpus: int = 0, nodes: int = 1) -> dict[str, Any]:
+    """Return the resources by which Snakemake's Slurm executor submits a step.
+
+    Args:
+        site: result of `read_site`.
+        gpus: GPUs per node.
+        nodes: nodes.
+
+    Raises:
+        UserError: when a node has not that many GPUs.
+    """
+    found: dict[str, Any] = {"nodes": nodes}
+    named = {"slurm_account": site["account"], "qos": site["qos"], "slurm_extra": site["extra"]}
+    if gpus:
+        node = site["node"]
+        if gpus > node["gpus"]:
+            raise UserError(
+                f"a step needs {gpus} GPUs on a node, but nodes have {node['gpus']}. Lower "
+                "runtime.tensor_parallel or runtime.training, or choose another node type."
+            )
+        kind = f"gpu:{node['gpu']}" if node["gpu"] else "gpu"
+        found |= {
+            # Per node, unlike --gpus, which Slurm may spread over several.
+            "gres": f"{kind}:{gpus}", "cpus_per_task": gpus * node["cpus_per_gpu"],
+            "tasks_per_gpu": 0,
+        }  # fmt: skip
+        named |= {"slurm_partition": node["partition"], "constraint": node["constraint"]}
+    else:
+        named["slurm_partition"] = site["cpu_partition"]
+    return found | {name: value for name, value in named.items() if value}
