@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from scripts.lib import cli, engine, samples, store
+from scripts.lib import cli, engine, launch, samples, store
 from scripts.lib.errors import UserError
 from scripts.lib.paths import Paths
 
@@ -39,16 +39,22 @@ def load_splits(args, layers: int):
     return result
 
 
-def train(args, part) -> dict:
-    """Train the epoch of `args` and write the part's files; return facts."""
+def train(args, folder: Path) -> dict:
+    """Train the epoch of `args` and write the part's files to `folder`; return facts.
+
+    With several processes all of them call it, and the first one writes.
+    """
     import torch
+    from accelerate import PartialState
 
     from scripts.lib import draft, training
     from scripts.lib.training_data import PackedBatches
 
     settings, runtime = args.settings, args.runtime
+    processes = PartialState(cpu=runtime["device"] == "cpu")
+    world, rank = processes.num_processes, processes.process_index
     if runtime["device"] == "cpu":
-        torch.set_num_threads(runtime["threads"])
+        torch.set_num_threads(max(1, runtime["threads"] // world))
     verifier_dir, _, facts = engine.open_model(args.model)
     layers = len(settings["layers"]) + 1
     data = load_splits(args, layers)
@@ -56,11 +62,12 @@ def train(args, part) -> dict:
     built = draft.build(settings, verifier_dir, vocab, runtime["device"], settings["seed"])
     batches = {
         name: PackedBatches(
-            dataset, settings, facts["hidden_size"], layers - 1, built.preprocess
+            dataset, settings, facts["hidden_size"], layers - 1, built.preprocess,
+            *((world, rank) if name == "train" else ()),
         )
         for name, dataset in data.items()
     }  # fmt: skip
-    accumulate = settings["gradient_accumulation_steps"]
+    accumulate = max(1, settings["gradient_accumulation_steps"] // world)
     total = sum(
         -(-batches["train"].count(e) // accumulate)
         for e in range(1, settings["schedule_epochs"] + 1)
@@ -74,7 +81,7 @@ def train(args, part) -> dict:
         state = draft.load_state(store.data_file(args.start, draft.STATE))
         draft.restore(trainer.raw_model, state["model"])
     started = time.monotonic()
-    history = trainer.train_epoch(batches["train"], settings["epoch"], part.work)
+    history = trainer.train_epoch(batches["train"], settings["epoch"], folder / "work")
     seconds = time.monotonic() - started
     evaluated = {k: trainer.validate(b) for k, b in batches.items() if k != "train"}
     rows = data["train"].rows
@@ -97,15 +104,20 @@ def train(args, part) -> dict:
             k: samples.coverage(samples.count_tokens(d.rows), vocab["t2d"]) for k, d in data.items()
         },
     }  # fmt: skip
-    training.write_history(part.folder / "steps.csv", history)
-    draft.save_state(part.folder / draft.STATE, trainer.state())
-    draft.save_checkpoint(trainer.raw_model, part.folder / draft.CHECKPOINT, verifier_dir)
-    store.write_json(part.folder / "training.json", result)
+    if rank == 0:
+        training.write_history(folder / "steps.csv", history)
+        draft.save_state(folder / draft.STATE, trainer.state())
+        draft.save_checkpoint(trainer.raw_model, folder / draft.CHECKPOINT, verifier_dir)
+        store.write_json(folder / "training.json", result)
+    processes.wait_for_everyone()
     return result
 
 
 def main(args) -> None:
-    """Make the part `args.out`."""
+    """Make the part `args.out`, or be one of several processes that train it."""
+    if args.worker:
+        train(args, args.out)
+        return
     if args.previous and args.start:
         raise UserError("--previous and --start exclude each other.")
     inputs = {"model": args.model, "tokens": args.tokens, "vocab": args.vocab}
@@ -116,7 +128,10 @@ def main(args) -> None:
         if part.finished:
             return
         cli.log.info("training %s", part.title)
-        result = train(args, part)
+        if args.runtime.get("training_processes", 1) > 1:
+            result = launch.train(sys.argv, args, part)
+        else:
+            result = train(args, part.folder)
         part.finish(
             ["checkpoint", "state.pt", "steps.csv", "training.json"], counts={"ok": result["rows"]},
             facts={k: v for k, v in result.items() if k != "resolved_settings"},
@@ -163,4 +178,5 @@ if __name__ == "__main__":
         "--runtime", type=cli.json_argument, required=True, help="engine settings (JSON)"
     )
     parser.add_argument("--out", type=Path, required=True, help="part folder, named after its key")
+    parser.add_argument("--worker", type=Path, help="be one process of a training; its messages")
     cli.run(main, parser.parse_args())

@@ -1,10 +1,17 @@
 """Training: schedule, exact continuation and resumption, refusal of bad numbers."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from helpers import ROOT
 
 from scripts.lib import config, draft, training
 from scripts.lib.errors import UserError
@@ -81,13 +88,19 @@ def verifier(tmp_path_factory):
     return str(folder)
 
 
-def make(verifier, total_steps=100, algorithm="eagle3", **changes):
+def make(verifier, total_steps=100, algorithm="eagle3", rows=12, alone=False, **changes):
+    """Return a trainer and its batches; `alone`: all of them, for whichever process asks."""
+    processes = PartialState(cpu=True)
+    world = 1 if alone else processes.num_processes
     settings = recipe(algorithm, **changes)
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[:64] = True
     vocab = {"t2d": t2d, "d2t": torch.zeros(64, dtype=torch.long)}
     built = draft.build(settings, verifier, vocab, "cpu", settings["seed"])
-    batches = PackedBatches(RandomStates(12), settings, HIDDEN, 3, built.preprocess)
+    batches = PackedBatches(
+        RandomStates(rows), settings, HIDDEN, 3, built.preprocess, world,
+        processes.process_index % world,
+    )  # fmt: skip
     return training.Trainer(built, settings, total_steps, RUNTIME), batches
 
 
@@ -129,11 +142,11 @@ def test_an_interrupted_epoch_resumes_to_the_same_weights(verifier, tmp_path):
     assert count > 4
     original, calls = broken._forward, []
 
-    def dies(batch, arguments):
+    def dies(*given):
         calls.append(1)
         if len(calls) == count - 1:
             raise KeyboardInterrupt
-        return original(batch, arguments)
+        return original(*given)
 
     broken._forward = dies
     with pytest.raises(KeyboardInterrupt):
@@ -141,7 +154,7 @@ def test_an_interrupted_epoch_resumes_to_the_same_weights(verifier, tmp_path):
     resumed, batches = make(verifier)
     seen = []
     plain = resumed._forward
-    resumed._forward = lambda b, a: (seen.append(1), plain(b, a))[1]
+    resumed._forward = lambda *given: (seen.append(1), plain(*given))[1]
     history = resumed.train_epoch(batches, 1, tmp_path)
 
     assert 0 < len(seen) < count  # it did not start over
@@ -152,6 +165,67 @@ def test_an_interrupted_epoch_resumes_to_the_same_weights(verifier, tmp_path):
     tokens = sum(batches.lengths[i] - 1 for i in chain(*left))  # EAGLE's shift drops one
     assert resumed.epoch_facts["padding_share"] == pytest.approx(1 - tokens / (48 * len(left)))
     assert 0 <= resumed.epoch_facts["data_seconds"] < 60
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_sigterm_saves_the_running_step(verifier, tmp_path, last):
+    """Slurm gives half a minute between SIGTERM and SIGKILL."""
+    straight, batches = make(verifier)
+    expected = straight.train_epoch(batches, 1)
+    count = batches.count(1)
+
+    stopped, batches = make(verifier)
+    stopped.runtime = RUNTIME | {"checkpoint_every_steps": 1000}
+    plain, calls, when = stopped._forward, [], count if last else 3
+
+    def told(*given):
+        calls.append(1)
+        if len(calls) == when:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*given)
+
+    stopped._forward = told
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train_epoch(batches, 1, tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(calls) == when  # the step went on to its end, the next did not begin
+
+    resumed, batches = make(verifier)
+    seen, forward = [], resumed._forward
+    resumed._forward = lambda *given: (seen.append(1), forward(*given))[1]
+    assert resumed.train_epoch(batches, 1, tmp_path) == expected
+    assert len(seen) == count - when
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash"])
+def test_two_processes_train_what_one_trains(verifier, tmp_path, algorithm):
+    rows = 15
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(Path(__file__).with_name("train_shared.py")), verifier, algorithm, str(rows),
+         str(tmp_path / "two.pt")],
+        check=True, capture_output=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    two = torch.load(tmp_path / "two.pt", weights_only=True)
+    from train_shared import train
+
+    one = train(verifier, algorithm, rows)
+    # Of an odd number of batches the last step would repeat one.
+    assert one["batches"] == two["batches"] and one["batches"] % 2 == 0
+    assert len(two["history"]) == len(one["history"]) == one["batches"] // 2
+    for a, b in zip(one["history"], two["history"], strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+    assert two["validation"] == pytest.approx(one["validation"], rel=1e-4, abs=1e-6)
+    assert torch.allclose(two["weights"], one["weights"], atol=1e-5)
+
+
+def test_processes_that_cannot_share_a_step_are_refused(verifier, monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps is 3.*2 processes"):
+        make(verifier, gradient_accumulation_steps=3)
 
 
 @pytest.mark.parametrize("algorithm", OWN)

@@ -16,10 +16,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 from scripts.lib.errors import UserError
 
 log = logging.getLogger("workflow")
+_terminals: list[TextIO] = []
 
 _NO_SPACE = 8 * 2**20  # bytes; too little for any of our files
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
@@ -42,9 +44,19 @@ def json_argument(text: str):
         raise argparse.ArgumentTypeError(f"not valid JSON ({error}): {text}") from error
 
 
-def _set_up_logging(log_file: Path | None) -> None:
-    """Send our messages to the terminal and `log_file`, all other output to the file."""
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+def _set_up_logging(log_file: Path | None, terminal_file: Path | None = None) -> None:
+    """Send our messages to the terminal and `log_file`, all other output to the file.
+
+    Args:
+        log_file: also receives the libraries' output.
+        terminal_file: takes the terminal's place, for a process whose parent shows it.
+    """
+    terminal: TextIO
+    if terminal_file:
+        terminal = open(terminal_file, "a", buffering=1)  # noqa: SIM115 (open to the end)
+    else:
+        terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    _terminals.append(terminal)
     handlers: list[logging.Handler] = [logging.StreamHandler(terminal)]
     if log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +71,15 @@ def _set_up_logging(log_file: Path | None) -> None:
     for handler in handlers:
         handler.setFormatter(formatter)
         log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    # Of several processes with one task the first speaks for all, unless something fails.
+    log.setLevel(logging.ERROR if os.environ.get("RANK", "0") != "0" else logging.INFO)
     log.propagate = False
+
+
+def show(line: str) -> None:
+    """Write a line to the terminal alone: what a child process said and logged itself."""
+    for terminal in _terminals:
+        print(line, file=terminal)
 
 
 def _raise_interrupt(signum, frame):
@@ -91,7 +110,7 @@ def run(main, args: argparse.Namespace) -> None:
     SIGTERM (Snakemake, Slurm) is turned into KeyboardInterrupt, so that `with`
     and `finally` blocks stop servers and release claims on every way out.
     """
-    _set_up_logging(args.log)
+    _set_up_logging(args.log, getattr(args, "worker", None))
     signal.signal(signal.SIGINT, _raise_interrupt)
     signal.signal(signal.SIGTERM, _raise_interrupt)
     where = f" (details: {args.log})" if args.log else ""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.lib import cli, server
+from scripts.lib import cli, processes, server
 from scripts.lib.errors import UserError
 
 _METRICS = {  # ours -> (GuideLLM's, factor to our unit)
@@ -104,20 +104,13 @@ def measure(target, model_dir: str, prompts: list[dict], settings: dict, work: P
     report.unlink(missing_ok=True)
     limit = settings["max_seconds"] + 180
     line = command(target, model_dir, data, report, settings)
-    with open(log, "w") as stream:
-        process = subprocess.Popen(
-            line, stdout=stream, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
-            preexec_fn=server.die_with_parent,
-        )  # fmt: skip
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"GuideLLM was still running after {limit} s (log: {log}).") from None
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    process = processes.start(line, log, os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"})
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"GuideLLM was still running after {limit} s (log: {log}).") from None
+    finally:
+        processes.stop(process, seconds=0)
     target.check_alive()
     if status or not report.exists():
         tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])

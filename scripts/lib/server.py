@@ -5,14 +5,10 @@ signal) it and all its descendants are stopped; if this process is killed
 outright, the kernel sends the server SIGTERM.
 """
 
-import contextlib
-import ctypes
 import json
 import os
 import re
 import secrets
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,30 +17,16 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-import psutil
-
-from scripts.lib import cli, engine
+from scripts.lib import cli, engine, processes
 from scripts.lib.errors import UserError
 
 MODEL_NAME = "verifier"
 _STOP_SECONDS = 20
-_PR_SET_PDEATHSIG = 1
 _COUNTER = re.compile(
     r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total"
     r"(\{[^}]*\})? ([0-9.e+-]+)$"
 )
 _POSITION = re.compile(r'position="(\d+)"')
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on the loopback interface now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def parse_counters(text: str) -> Counter:
@@ -106,7 +88,7 @@ class Server:
         self, model_dir, template, runtime, log_file, max_model_len, speculative=None, seed=0
     ):
         self.runtime, self.log_file, self.speculative = runtime, Path(log_file), speculative
-        self.port, self.key = free_port(), secrets.token_hex(16)
+        self.port, self.key = processes.free_port(), secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{self.port}"
         template_file = self.log_file.with_suffix(".jinja")
         template_file.parent.mkdir(parents=True, exist_ok=True)
@@ -144,11 +126,7 @@ class Server:
             # verifier gets it as well, so that both are compared on equal terms.
             environment["LD_PRELOAD"] = str(openmp)
         started = time.monotonic()
-        with open(self.log_file, "w") as log:
-            self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment, start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
+        self.process = processes.start(self.command, self.log_file, environment)
         try:
             self._wait_until_ready(started)
             self._check_identity()
@@ -219,30 +197,7 @@ class Server:
         """Stop the server and every descendant; return when all are gone."""
         if self.process is None:
             return
-        try:
-            parent = psutil.Process(self.process.pid)
-            family = [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            family = []
-        # Workers outlive a server that died: they share its session.
-        for other in psutil.process_iter(["pid"]):
-            try:
-                if os.getsid(other.pid) == self.process.pid and other not in family:
-                    family.append(other)
-            except (ProcessLookupError, PermissionError):
-                continue
-        if self.process.poll() is None:
-            self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_STOP_SECONDS)
-        _, alive = psutil.wait_procs(family, timeout=5)
-        for survivor in alive:
-            try:
-                survivor.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(alive, timeout=10)
-        self.process.wait(10)
+        processes.stop(self.process, _STOP_SECONDS)
         self.process = None
 
     # -- requests --------------------------------------------------------------

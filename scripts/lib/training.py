@@ -1,8 +1,15 @@
-"""The training loop: one epoch of one draft, with Accelerate, resumable at any step."""
+"""The training loop: one epoch of one draft, with Accelerate, resumable at any step.
 
+Several processes (one per GPU, on one node or more) share the batches of each optimizer
+step. `gradient_accumulation_steps` counts the batches of a step over all of them, so that
+the number of GPUs changes how long training takes, and not what is trained.
+"""
+
+import contextlib
 import csv
 import math
 import re
+import signal
 import time
 from itertools import accumulate
 from operator import mul
@@ -30,6 +37,27 @@ def learning_rate_factor(step: int, total: int, warmup_share: float, scheduler: 
     return 1.0 - done if scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+@contextlib.contextmanager
+def _deferred_signals():
+    """Give a list that a first SIGINT or SIGTERM fills; a second one interrupts at once.
+
+    Between steps is the only moment at which weights and optimizer belong together.
+    """
+    requested: list[int] = []
+
+    def note(number, frame):
+        if requested:
+            raise KeyboardInterrupt
+        requested.append(number)
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def build_optimizers(model, settings: dict) -> list[torch.optim.Optimizer]:
     """Return Speculators' optimizers for the trainable parameters, all settings explicit."""
     from speculators.train.optimizers import build_optimizers as build
@@ -47,6 +75,9 @@ class Trainer:
         settings: keyed settings of the speculators part.
         total_steps: optimizer steps of the whole schedule.
         runtime: `device` and `checkpoint_every_steps`.
+
+    Raises:
+        UserError: when the processes cannot share the batches of a step evenly.
     """
 
     def __init__(self, built: draft.Draft, settings: dict, total_steps: int, runtime: dict):
@@ -61,6 +92,15 @@ class Trainer:
         # speculators' groups may hold parameters without gradient; they are never stepped.
         optimizers = build_optimizers(built.model, settings)
         self.base_rates = [[g["lr"] for g in o.param_groups] for o in optimizers]
+        self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        batches = settings["gradient_accumulation_steps"]
+        if batches % self.world:
+            raise UserError(
+                f"gradient_accumulation_steps is {batches}, but training runs in {self.world} "
+                "processes, which share the batches of a step. Make it a multiple of "
+                f"{self.world}, or change runtime.training."
+            )
+        self.accumulate = batches // self.world
         self.model, *self.optimizers = self.accelerator.prepare(built.model, *optimizers)
         self.step = 0  # optimizer steps since the start of epoch 1
         self.epoch_facts: dict[str, float] = {}
@@ -94,12 +134,12 @@ class Trainer:
                 group["lr"] = rate * factor
         return self.settings["lr"] * factor
 
-    def _forward(self, batch: dict, arguments: dict):
+    def _forward(self, model, batch: dict, arguments: dict):
         device = self.accelerator.device
         batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
         if self.settings["mixed_precision"] == "no":
             batch = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
-        _, loss, metrics = self.model(**batch, **arguments)
+        _, loss, metrics = model(**batch, **arguments)
         return loss, {k: float(v) for k, v in metrics.items()}
 
     def train_epoch(self, batches, epoch: int, work: Path | None = None) -> list[dict]:
@@ -116,10 +156,14 @@ class Trainer:
 
         Raises:
             UserError: when loss or gradients are not finite.
+            KeyboardInterrupt: on SIGINT or SIGTERM, after the running step was saved.
         """
+        with _deferred_signals() as stop:
+            return self._train_epoch(batches, epoch, work, stop)
+
+    def _train_epoch(self, batches, epoch: int, work: Path | None, stop: list) -> list[dict]:
         from speculators.train.utils import normalize_counted_metrics
 
-        accumulate = self.settings["gradient_accumulation_steps"]
         skip, history = 0, []
         if work and (work / "step.pt").exists():
             saved = draft.load_state(work / "step.pt")
@@ -136,21 +180,24 @@ class Trainer:
             asked = time.monotonic()
             batch = next(coming)
             waited += time.monotonic() - asked
-            # A seed per step makes a resumed epoch equal to an uninterrupted one.
-            torch.manual_seed(self.settings["seed"] * 1_000_003 + epoch * 100_003 + number)
+            # A seed per batch makes a resumed epoch equal to an uninterrupted one.
+            place = (number - 1) * self.world + self.rank + 1
+            torch.manual_seed(self.settings["seed"] * 1_000_003 + epoch * 100_003 + place)
             rate = self._set_rates()
-            loss, metrics = self._forward(batch, self.train_arguments)
+            ends = not number % self.accumulate or number == count
+            loss, metrics = self._forward(self.model, batch, self.train_arguments)
             if not torch.isfinite(loss):
                 raise UserError(
                     f"loss is {loss.item()} at step {self.step + 1}. Lower `lr`, or raise "
                     "`warmup_share`, of the algorithm."
                 )
-            self.accelerator.backward(loss / accumulate)
+            with contextlib.nullcontext() if ends else self.accelerator.no_sync(self.model):
+                self.accelerator.backward(loss / self.accumulate)
             tokens += int((batch["document_ids"] >= 0).sum())
             slots += batch["document_ids"].numel()
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
-            if number % accumulate and number < count:
+            if not ends:
                 continue
             norm = self.accelerator.clip_grad_norm_(
                 [p for p in self.model.parameters() if p.requires_grad],
@@ -162,19 +209,24 @@ class Trainer:
                 optimizer.step()
                 optimizer.zero_grad()
             self.step += 1
-            values = normalize_counted_metrics(sums)
+            values = normalize_counted_metrics(self._over_processes(sums))
             history.append({"epoch": epoch, "step": self.step, "lr": rate,
                             "grad_norm": float(norm), **values})  # fmt: skip
             sums = {}
-            speed = tokens / (time.monotonic() - started)
+            speed = self.world * tokens / (time.monotonic() - started)
             progress.add(number - progress.done, f"loss {values['loss']:.3f}, {speed:.0f} tokens/s")
             every = self.runtime["checkpoint_every_steps"]
-            if work and self.step % every == 0 and number < count:
+            due = bool(stop) or (self.step % every == 0 and number < count)
+            if work and due and self.rank == 0:
                 draft.save_state(
                     work / "step.pt",
                     {"trainer": self.state(), "batch": number, "history": history},
                 )
-        self.epoch_facts = {"data_seconds": round(waited, 3), "padding_share": 1 - tokens / slots}
+            if stop and self.rank == 0:
+                raise KeyboardInterrupt
+        self.epoch_facts = {
+            "data_seconds": round(waited, 3), "padding_share": 1 - tokens / max(1, slots),
+        }  # fmt: skip
         return history
 
     @torch.no_grad()
@@ -184,13 +236,27 @@ class Trainer:
 
         self.model.eval()
         sums: dict[str, float] = {}
-        for number, batch in enumerate(batches.epoch(0)):
+        for number in range(self.rank, batches.count(0), self.world):
             # Block drafts choose their anchors at random, which must be the same for all.
             torch.manual_seed(self.settings["seed"] * 1_000_003 + number)
-            _, metrics = self._forward(batch, self.validation_arguments)
+            _, metrics = self._forward(
+                self.raw_model, batches.batch(0, number), self.validation_arguments
+            )
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
-        return normalize_counted_metrics(sums)
+        return normalize_counted_metrics(self._over_processes(sums))
+
+    def _over_processes(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return sums over all processes; one without any batch has no names of its own."""
+        if self.world == 1:
+            return sums
+        from accelerate.utils import gather_object
+
+        total: dict[str, float] = {}
+        for own in gather_object([sums]):
+            for name, value in own.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
 
 
 def accuracy_by_position(metrics: dict[str, float]) -> list[float]:

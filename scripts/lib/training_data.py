@@ -103,8 +103,12 @@ class PackedBatches:
         return len(self.rows(epoch))
 
     def epoch(self, epoch: int, skip: int = 0):
-        """Iterate over an epoch's batches (each [1, total_seq_len, ...]) from number `skip` on."""
-        for rows in self.rows(epoch)[skip:]:
-            batch = self.collate([self.dataset[row] for row in rows])
-            batch.pop("error_records", None)
-            yield batch
+        """Iterate over an epoch's batches from number `skip` on."""
+        for number in range(skip, self.count(epoch)):
+            yield self.batch(epoch, number)
+
+    def batch(self, epoch: int, number: int) -> dict[str, torch.Tensor]:
+        """Return the batch with a 0-based number of an epoch, [1, total_seq_len, ...]."""
+        batch = self.collate([self.dataset[row] for row in self.rows(epoch)[number]])
+        batch.pop("error_records", None)
+        return batch
