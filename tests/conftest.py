@@ -5,13 +5,17 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the longer checks")
+    parser.addoption("--slurm", action="store_true", help="run the checks on a real Slurm instead")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--full"):
-        kept = [item for item in items if "full" not in item.keywords]
-        config.hook.pytest_deselected(items=[i for i in items if "full" in i.keywords])
-        items[:] = kept
+    slurm, full = config.getoption("--slurm"), config.getoption("--full")
+    kept = [
+        item for item in items
+        if ("slurm" in item.keywords) == slurm and (full or "full" not in item.keywords)
+    ]  # fmt: skip
+    config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    items[:] = kept
 
 
 @pytest.fixture(scope="module")

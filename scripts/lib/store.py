@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -106,12 +107,27 @@ def write_json(path: Path, value) -> None:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
+def slurm_job_ended(job: str) -> bool:
+    """Return whether Slurm says that a job is over; False when it cannot be asked."""
+    try:
+        result = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format=%T"],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    if result.returncode:
+        return "Invalid job id" in result.stderr
+    states = result.stdout.split()
+    return all(s not in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED") for s in states)
+
+
 class Claim:
     """An exclusive claim on a folder, kept alive by a heartbeat.
 
     The first to create `claim.json` owns the folder. A second process exits at
     once and names the owner; it takes over only a claim whose heartbeat is older
-    than `STALE_SECONDS` or whose process on this host has ended.
+    than `STALE_SECONDS`, whose process on this host has ended, or whose Slurm job has.
     """
 
     def __init__(self, folder: Path):
@@ -129,6 +145,9 @@ class Claim:
         alive = age < STALE_SECONDS
         if owner.get("host") == socket.gethostname() and owner.get("pid"):
             alive = alive and Path(f"/proc/{owner['pid']}").exists()
+        if alive and (job := owner.get("job")):
+            # Started again on another node, or resubmitted after a node was lost.
+            alive = job != os.environ.get("SLURM_JOB_ID") and not slurm_job_ended(job)
         return owner, alive
 
     def _refuse(self, owner: dict):
