@@ -10,6 +10,11 @@ def training_inputs(wildcards):
     return waits_for("speculators")(wildcards) + PLAN.inputs(PLAN.training_states(node))
 
 
+def training_gpus(wildcards):
+    """Return how many GPUs a training takes: one per process, whatever an engine would take."""
+    return PLAN.config["runtime"]["training_processes"]
+
+
 def optional(node, flag, role):
     """Return a flag with the folder(s) of a role, or nothing when the part has none."""
     found = node.parents.get(role)
@@ -27,7 +32,7 @@ rule train_speculator:
         log_of("speculators"),
     threads: ENGINE_THREADS
     resources:
-        **needs(16000, 720, engine_gpus("speculators")),
+        **needs(16000, 720, training_gpus),
     params:
         runtime=runtime_of("speculators"),
         model=of("speculators", lambda n: n.parents["model"].folder),

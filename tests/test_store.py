@@ -75,6 +75,23 @@ def test_no_manifest_exists_before_finish_or_after_a_failure(tmp_path):
         store.read_manifest(part.folder)
 
 
+def test_a_manifest_that_snakemake_deleted_comes_back_unchanged(tmp_path):
+    """It deletes declared outputs before a job, even if another workflow made them meanwhile."""
+    part = new_part(tmp_path, "prompts", {"test": 1})
+    with part:
+        part.finish([], facts={"rows": 0})
+    manifest = part.folder / store.MANIFEST
+    before = manifest.read_bytes()
+    manifest.unlink()
+    again = new_part(tmp_path, "prompts", {"test": 1})
+    with again:
+        assert again.finished
+    assert manifest.read_bytes() == before
+    unfinished = new_part(tmp_path, "prompts", {"test": 2})
+    with unfinished:
+        assert not unfinished.finished
+
+
 def test_manifest_is_not_written_when_a_file_it_names_is_missing(tmp_path):
     part = new_part(tmp_path, "tokens", SETTINGS)
     with pytest.raises(OSError), part:
@@ -210,10 +227,10 @@ def test_ceiling_of_lost_rows(lost, fails):
 # -- claims ------------------------------------------------------------------------
 
 
-def write_claim(folder, *, host=None, pid=None, age=0.0):
+def write_claim(folder, *, host=None, pid=None, age=0.0, **more):
     folder.mkdir(parents=True, exist_ok=True)
     owner = {"host": host or socket.gethostname(), "pid": pid or os.getpid(), "user": "ada",
-             "start": "2020-01-01T00:00:00+00:00"}  # fmt: skip
+             "start": "2020-01-01T00:00:00+00:00"} | more  # fmt: skip
     (folder / store.CLAIM).write_text(json.dumps(owner))
     os.utime(folder / store.CLAIM, (time.time() - age,) * 2)
 
@@ -242,6 +259,33 @@ def test_living_owner_is_respected(tmp_path, age, host):
     with pytest.raises(UserError, match="ada"):
         store.Claim(tmp_path).__enter__()
     assert (tmp_path / store.CLAIM).read_text() == before
+
+
+SQUEUE = {
+    "runs": "echo RUNNING",
+    "waits again": "echo PENDING",
+    "is over": "true",
+    "is forgotten": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+    "cannot be asked": "echo 'Unable to contact slurm controller' >&2; exit 1",
+    "is mine": "echo RUNNING",
+}
+
+
+@pytest.mark.parametrize("job", SQUEUE)
+def test_claim_of_a_slurm_job_on_another_node_lives_as_long_as_the_job(tmp_path, monkeypatch, job):
+    command = tmp_path / "bin" / "squeue"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\n{SQUEUE[job]}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7" if job == "is mine" else "8")
+    write_claim(tmp_path / "part", host="elsewhere", job="7")
+    if job in ("runs", "cannot be asked"):
+        with pytest.raises(UserError, match="ada"):
+            store.Claim(tmp_path / "part").__enter__()
+    else:
+        with store.Claim(tmp_path / "part"):
+            assert "ada" not in (tmp_path / "part" / store.CLAIM).read_text()
 
 
 def test_dead_process_of_this_host_is_taken_over(tmp_path):

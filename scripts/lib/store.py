@@ -24,6 +24,7 @@ from scripts.lib.errors import UserError
 from scripts.lib.identity import CONTRACTS, KEY_LENGTH, canonical_json, part_key, sha256_file
 
 MANIFEST = "manifest.json"
+MANIFEST_COPY = ".manifest.json"  # undeclared, so that Snakemake leaves it alone
 CLAIM = "claim.json"
 HEARTBEAT_SECONDS = 20
 STALE_SECONDS = 300
@@ -120,6 +121,25 @@ def slurm_job_ended(job: str) -> bool:
         return "Invalid job id" in result.stderr
     states = result.stdout.split()
     return all(s not in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED") for s in states)
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a part is finished; give it its manifest back where that was deleted.
+
+    Snakemake deletes a job's declared output, the manifest, before it runs the job:
+    also when another workflow or an earlier attempt has finished the part meanwhile.
+    """
+    manifest, copy = folder / MANIFEST, folder / MANIFEST_COPY
+    if not manifest.exists() and copy.exists():
+        with replacing(manifest) as temporary:
+            temporary.write_bytes(copy.read_bytes())
+    return manifest.exists()
+
+
+def write_manifest(folder: Path, value: dict) -> None:
+    """Declare a part finished."""
+    write_json(folder / MANIFEST_COPY, value)
+    write_json(folder / MANIFEST, value)
 
 
 class Claim:
@@ -263,7 +283,7 @@ class Part:
     @property
     def finished(self) -> bool:
         """Whether the manifest exists: another workflow may have made the part meanwhile."""
-        return (self.folder / MANIFEST).exists()
+        return is_finished(self.folder)
 
     @property
     def title(self) -> str:
@@ -298,7 +318,7 @@ class Part:
         for name in files:
             path = self.folder / name
             paths += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        write_json(self.folder / MANIFEST, {
+        write_manifest(self.folder, {
             "stage": self.stage, "contract": CONTRACTS[self.stage], "key": self.key,
             "settings": self.settings, "inputs": self.inputs,
             "counts": counts or {}, "facts": facts or {},

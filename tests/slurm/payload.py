@@ -38,7 +38,7 @@ def main(args) -> None:
     if todo.get("only", "") not in str(folders[0]):
         todo = {}
     for folder in folders:
-        if (folder / store.MANIFEST).exists():
+        if store.is_finished(folder):
             continue
         with store.Claim(folder):
             note("start", stage, folder)
@@ -48,7 +48,7 @@ def main(args) -> None:
                 note("exit", stage, folder)
                 os._exit(todo["exit"])
             made = {"key": folder.name, "stage": stage, "end": store.now()}
-            store.write_json(folder / store.MANIFEST, made)
+            store.write_manifest(folder, made)
             note("end", stage, folder)
     if args.batch:
         store.write_json(args.batch, {})
