@@ -1,7 +1,8 @@
 # The commands a newcomer needs: make demo, make test. Both make the environment first.
 VENV ?= .venv
 BIN := $(VENV)/bin
-.PHONY: demo test test-full lint format env clean gc lock bench help
+.PHONY: demo test test-full test-slurm lint format env clean gc lock bench prefetch status help
+STUDY ?= config/config.yaml
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -18,6 +19,11 @@ test: env
 test-full: env
 	@$(BIN)/python -m pytest -q tests --full
 
+## make test-slurm installs a Slurm (root, Debian) and runs the workflow on it (6 minutes)
+test-slurm: env
+	@$(BIN)/python tests/slurm/cluster.py install || [ $$? -eq 3 ]
+	@$(BIN)/python -m pytest -q --slurm tests
+
 ## make lint       ruff, snakefmt, mypy
 lint: env
 	@$(BIN)/ruff check scripts tests
@@ -31,10 +37,19 @@ format: env
 	@$(BIN)/ruff format scripts tests
 	@$(BIN)/snakefmt Snakefile rules
 
-## make bench      efficiency: our stages against bare vLLM, the dry run of a large study
+## make bench      efficiency: our stages against bare vLLM, training against Speculators', a large dry run
 bench: env
 	@$(BIN)/python scripts/bench.py
 	@$(BIN)/python scripts/bench_plan.py
+	@$(BIN)/python scripts/bench_training.py
+
+## make prefetch   copy models and prompts of a study into the store: all that needs a network (STUDY=file)
+prefetch: env
+	@$(BIN)/python -m snakemake models prompts --configfile $(STUDY)
+
+## make status     how far a study is, what runs, what failed and why (STUDY=file, the demo by default)
+status: env
+	@$(BIN)/python scripts/status.py --configfile $(STUDY)
 
 ## make gc         list stored parts that the configuration does not use (GC=--remove removes them)
 gc: env

@@ -133,11 +133,11 @@ MEASUREMENTS = {
 }
 
 
-def measure(name: str, spec: dict) -> dict:
-    """Run one measurement in its own process; return tokens, seconds, peak memory in GiB."""
+def measure(name: str, spec: dict, script: str = __file__) -> dict:
+    """Run one measurement of a script in its own process; return what it printed as JSON."""
     print(f"measuring {name} ...", file=sys.stderr, flush=True)
     result = subprocess.run(
-        [sys.executable, __file__, "--only", name, "--spec", json.dumps(spec)],
+        [sys.executable, script, "--only", name, "--spec", json.dumps(spec)],
         capture_output=True, text=True, cwd=ROOT, timeout=1800,
     )  # fmt: skip
     if result.returncode:
