@@ -19,6 +19,9 @@ if workflow.is_main_process:
     for notice in PLAN.notices:
         print(notice, file=sys.stderr)
 
+# Snakemake formats the prefix like a command.
+shell.prefix("set -euo pipefail; " + shell_prefix(SITE).replace("{", "{{").replace("}", "}}"))
+
 STORE = PLAN.store
 PYTHON = PLAN.config["python"] or sys.executable
 SCRIPTS = Path(workflow.basedir) / "scripts"

@@ -12,7 +12,8 @@ def pytest_collection_modifyitems(config, items):
     slurm, full = config.getoption("--slurm"), config.getoption("--full")
     kept = [
         item for item in items
-        if ("slurm" in item.keywords) == slurm and (full or "full" not in item.keywords)
+        if bool(item.get_closest_marker("slurm")) == slurm
+        and (full or not item.get_closest_marker("full"))
     ]  # fmt: skip
     config.hook.pytest_deselected(items=[i for i in items if i not in kept])
     items[:] = kept

@@ -33,6 +33,8 @@ def study(clone: Path) -> dict:
     config["strategies"]["self"]["pools"] = config["vocabulary"]["pools"] = {"demo": 40}
     config["validation"] = {"share": 0.15}
     config["workloads"]["qa"]["prompts"] = 8
+    # No more than the answers have distinct tokens; few, so that a short training gets somewhere.
+    config["algorithms"]["eagle3"]["draft_vocab_size"] = 256
     common = {k: config["algorithms"]["eagle3"][k] for k in (
         "layers", "draft_vocab_size", "optimizer", "lr", "muon_lr", "total_seq_len")}  # fmt: skip
     config["algorithms"] |= {

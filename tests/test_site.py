@@ -1,5 +1,6 @@
 """Site settings and profiles: what a job asks for, and that nothing in a profile is ignored."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
 from scripts.lib.config import check
 from scripts.lib.errors import UserError
-from scripts.lib.site import job_resources, read_site
+from scripts.lib.site import job_resources, read_site, shell_prefix
 
 SITE = {
     "account": "lab7", "cpu_partition": "short", "default_node_type": "new",
@@ -78,6 +79,19 @@ def test_a_missing_or_unreadable_site_file_is_named(tmp_path):
 def test_the_projects_site_file_is_valid_for_all_its_node_types():
     for name in ("", "a100", "h100"):
         assert read_site(ROOT / "config/site.yaml", name)["node"]["gpus"] == 8
+
+
+def test_caches_are_made_and_exported_where_the_job_runs(tmp_path, site_file):
+    assert shell_prefix(read_site(site_file)) == ""
+    site = read_site(site_file) | {"caches": {"compile": "$WHERE/fast dir/", "hub": "$WHERE/hub"}}
+    names = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME")
+    shown = " ".join(f'"${name}"' for name in names)
+    done = subprocess.run(
+        ["bash", "-euc", f"{shell_prefix(site)} ls -d {shown}"], check=True, text=True,
+        capture_output=True, env=os.environ | {"WHERE": str(tmp_path)},
+    )  # fmt: skip
+    folders = {str(tmp_path / "fast dir" / n) for n in ("vllm", "triton", "inductor")}
+    assert set(done.stdout.splitlines()) == folders | {str(tmp_path / "hub")}
 
 
 # -- profiles ----------------------------------------------------------------------

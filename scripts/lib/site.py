@@ -67,3 +67,25 @@ def job_resources(site: dict, gpus: int = 0, nodes: int = 1) -> dict[str, Any]:
     else:
         named["slurm_partition"] = site["cpu_partition"]
     return found | {name: value for name, value in named.items() if value}
+
+
+def shell_prefix(site: dict) -> str:
+    """Return shell text that gives a step's engines their cache folders.
+
+    Variables in the folders ($USER, $TMPDIR) are the job's own.
+    """
+    below = {
+        "compile": {
+            "VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton",
+            "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        },
+        "hub": {"HF_HOME": ""},
+    }  # fmt: skip
+    lines = []
+    for kind, names in below.items():
+        folder = site["caches"][kind].rstrip("/")
+        for name, last in names.items():
+            if folder:
+                path = f"{folder}/{last}".rstrip("/")
+                lines.append(f'export {name}="{path}"; mkdir -p "{path}"; ')
+    return "".join(lines)
