@@ -24,9 +24,9 @@ from scripts.lib.statistics import MACRO, POOLED
 TABLES = ("acceptance", "lossless", "latency", "training", "strategies", "epochs")
 FEW = 4  # more speculators than this are folded away below the answers
 CAPTIONS = {
-    "acceptance_by_strategy": "Acceptance length by workload, a bar per strategy after its last "
-    "measured epoch, with 95 % intervals over prompts. These intervals are wider than those of "
-    "differences: the table above compares strategies prompt by prompt.",
+    "acceptance_by_strategy": "Acceptance length by workload, a bar per strategy after the latest "
+    "epoch at which all were measured, with 95 % intervals over prompts. These are wider than "
+    "those of differences: the table above compares strategies prompt by prompt.",
     "acceptance_by_own_samples": "Acceptance length (macro) of speculators that start from a "
     "checkpoint trained on another model's responses and go on with some of the verifier's own. "
     "0 is that checkpoint, the dashed line a speculator trained on own responses only; bars and "
@@ -228,9 +228,9 @@ def count(value) -> str:
 
 
 def compact(rows: list[dict]) -> list[dict]:
-    """Return what decides between strategies: one row each, after its last epoch."""
+    """Return what decides between strategies: one row each, at an epoch that all have."""
     result = []
-    for panel in results.last_epochs(rows).values():
+    for panel in results.equal_epochs(rows).values():
         plain = results.reference(panel)
         for row in panel:
             difference, found = row["self_difference"], span(row, "self_difference")

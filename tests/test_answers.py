@@ -367,6 +367,31 @@ def test_self_is_compared_at_its_last_epoch_when_the_same_was_not_measured(study
     assert "epoch 4 against epoch 3" in (study.root / "out/answers.txt").read_text()
 
 
+def test_strategies_are_compared_at_the_latest_epoch_that_all_have(tmp_path):
+    study = Study(tmp_path, {"qa": 12})
+    part = study.responses("r", [3])
+    study.strategy("self", [part])
+    study.strategy("cross", [part], "cross_family")
+    study.strategy("late", [part], "cross_family")
+    for name, epochs in (("self", 4), ("cross", 3), ("late", 2)):
+        for epoch in range(1, epochs + 1):
+            study.train(name, epoch)
+            if (name, epoch) != ("late", 1):
+                study.measure(name, epoch, 0.4 + 0.1 * epoch)
+    rows = study.run()["strategies"]
+    (equal,) = results.equal_epochs(rows).values()
+    assert [(r["strategy"], r["epoch"]) for r in equal] == [("self", 2), ("cross", 2), ("late", 2)]
+    (last,) = results.last_epochs(rows).values()
+    assert {(r["strategy"], r["epoch"]) for r in last} == {("self", 4), ("cross", 3), ("late", 2)}
+    text = (study.root / "out/answers.txt").read_text()
+    assert "Against self, all after epoch 2: " in text and "after epoch 4" in text
+
+    without = [r for r in rows if (r["strategy"], r["epoch"]) != ("late", 2)]
+    without.append(next(r for r in rows if r["strategy"] == "late") | {"epoch": 5})
+    (equal,) = results.equal_epochs(without).values()
+    assert {(r["strategy"], r["epoch"]) for r in equal} == {("self", 4), ("cross", 3), ("late", 5)}
+
+
 def test_which_strategy_is_the_reference():
     row = lambda n, relation="self", start=None: {  # noqa: E731
         "strategy": n, "relation": relation, "start": start}  # fmt: skip
@@ -591,7 +616,7 @@ def test_figures_are_drawn_only_where_there_is_something_to_compare(study):
                         index=study.root / "out/index.csv"))  # fmt: skip
     found = report.read_tables(study.root / "out")
     figure = figures.draw_strategies(found)
-    assert [a.get_title() for a in figure.axes] == ["v / eagle3"]
+    assert [a.get_title() for a in figure.axes] == ["v / eagle3 / after the last epochs"]
     # Two workloads and macro, four strategies, their last epochs, bars from 1.
     drawn = figure.axes[0].patches
     heights = sorted(1 + bar.get_height() for bar in drawn if np.isfinite(bar.get_height()))

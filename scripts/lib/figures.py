@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from scripts.lib import store
-from scripts.lib.results import last_epochs, reference
+from scripts.lib.results import equal_epochs, last_epochs, reference
 from scripts.lib.statistics import MACRO, POOLED
 
 GROUP = itemgetter("verifier", "algorithm", "strategy")
@@ -107,14 +107,13 @@ def nan(value) -> float:
 def draw_acceptance(tables: dict):
     """Draw acceptance length against epoch; None without anything to draw.
 
-    Where strategies are compared (`draw_strategies`) those measured once have no panel.
+    Where some were measured at several epochs, or strategies are compared
+    (`draw_strategies`), those measured once have no panel.
     """
     groups = grouped([r for r in tables["acceptance"] if r["workload"] != POOLED])
+    several = {n: rows for n, rows in groups.items() if len({r["epoch"] for r in rows}) > 1}
     beside = Counter(name[:2] for name in groups)
-    groups = {
-        name: rows for name, rows in groups.items()
-        if len({r["epoch"] for r in rows}) > 1 or beside[name[:2]] == 1
-    }  # fmt: skip
+    groups = several or {n: rows for n, rows in groups.items() if beside[n[:2]] == 1}
     if not groups:
         return None
     figure, axes = panels(list(groups))
@@ -193,17 +192,23 @@ def bars(
     axis.margins(y=0.15 if not errors and len(series) <= LABELLED else 0.05)
 
 
+def after(rows: list[dict]) -> str:
+    """Return the epoch of some rows as part of a title."""
+    epochs = {r["epoch"] for r in rows}
+    return f"after epoch {epochs.pop()}" if len(epochs) == 1 else "after the last epochs"
+
+
 def draw_strategies(tables: dict):
-    """Draw acceptance length by workload, a bar per strategy at its last epoch.
+    """Draw acceptance length by workload, a bar per strategy at an epoch that all have.
 
     None when no verifier and algorithm has two strategies.
     """
     rows = [r for r in tables["acceptance"] if r["workload"] != POOLED]
     workloads = [w for w in dict.fromkeys(r["workload"] for r in rows) if w != MACRO] + [MACRO]
     places = {}
-    for name, macro in last_epochs([r for r in rows if r["workload"] == MACRO]).items():
+    for name, macro in equal_epochs([r for r in rows if r["workload"] == MACRO]).items():
         if len(macro) > 1:
-            places[name] = {
+            places[*name, after(macro)] = {
                 m["strategy"]: {r["workload"]: r for r in rows
                                 if GROUP(r) == GROUP(m) and r["epoch"] == m["epoch"]}
                 for m in macro
@@ -238,7 +243,7 @@ def hybrids(rows: list[dict]) -> dict[str, list[tuple[int, dict]]]:
     """
     places = {f"{r['strategy']}/epoch-{r['epoch']}": r for r in rows}
     result: dict[str, list[tuple[int, dict]]] = {}
-    for row in next(iter(last_epochs(rows).values()), []):
+    for row in next(iter(equal_epochs(rows).values()), []):
         start = places.get(row["start"])  # None: there is none, or it was not benchmarked
         if row["relation"] != "self" or not row["start"] or (start or {}).get("relation") == "self":
             continue
@@ -265,10 +270,10 @@ def draw_own_samples(tables: dict):
             colour = shown[start]["facecolor"]
             axis.plot(counts, value, marker="o", color=colour, label=f"after {start}", zorder=3)
             axis.vlines(counts, low, high, color=colour, linewidth=1.5)
-        last = next(iter(last_epochs(panel[name]).values()))
-        for row in last:
-            if row["strategy"] == reference(last) and row[MACRO] is not None:
-                label = f"{row['strategy']} ({row['own_samples']:,} samples)"
+        equal = next(iter(equal_epochs(panel[name]).values()))
+        for row in equal:
+            if row["strategy"] == reference(equal) and row[MACRO] is not None:
+                label = f"{row['strategy']}/epoch-{row['epoch']} ({row['own_samples']:,} samples)"
                 axis.axhline(row[MACRO], color=COLOURS[0], linestyle="--", label=label)
                 if row["macro_ci_low"] is not None:
                     ends = row["macro_ci_low"], row["macro_ci_high"]

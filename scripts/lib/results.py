@@ -176,6 +176,25 @@ def last_epochs(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
     return {name: list(own.values()) for name, own in panels.items()}
 
 
+def equal_epochs(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Return (verifier, algorithm) -> each strategy's row at an epoch that all have.
+
+    That is the latest one benchmarked for every strategy of the panel: a strategy that
+    was trained for longer would win by that alone. Without one, the last epochs.
+    """
+    found = last_epochs(rows)
+    for name, last in found.items():
+        panel = [r for r in rows if (r["verifier"], r["algorithm"]) == name]
+        epochs = [{r["epoch"] for r in panel if r["strategy"] == one["strategy"]} for one in last]
+        if common := set.intersection(*epochs):
+            own: dict[str, dict] = {}
+            for row in panel:
+                if row["epoch"] == max(common):
+                    own.setdefault(row["strategy"], row)
+            found[name] = list(own.values())
+    return found
+
+
 def reference(rows: list[dict]) -> str | None:
     """Return the strategy that others are compared with, the verifier's plain own data.
 
@@ -218,10 +237,14 @@ def _differences(rows: list[dict]) -> str:
     if name is None:
         return "Nothing to compare with: no strategy uses the verifier's own responses alone."
     compared = [r for r in rows if r["strategy"] != name and r["self_difference"] is not None]
-    (last,) = (r["epoch"] for r in rows if r["strategy"] == name)
+    (plain,) = (r for r in rows if r["strategy"] == name)
+    last, one_epoch = plain["epoch"], len({r["epoch"] for r in rows}) == 1
     text = []
     for row in sorted(compared, key=itemgetter("self_difference"), reverse=True):
         low, high = (row[f"self_difference_ci_{end}"] for end in ("low", "high"))
+        if row["key"] == plain["key"]:
+            text.append(f"{row['strategy']} is the same training")
+            continue
         # Of self it is the same epoch if that was measured, which need not be its last.
         if (row["epoch"], row["self_epoch"]) == (last, last):
             at = ""
@@ -231,7 +254,8 @@ def _differences(rows: list[dict]) -> str:
             at = f", epoch {row['epoch']} against epoch {row['self_epoch']}"
         found = signed(row["self_difference"], low, high)
         text.append(f"{row['strategy']} {found}, {verdict(low, high)}{at}")
-    return f"Against {name} (epoch {last}): " + "; ".join(text) + "." if text else ""
+    when = f", all after epoch {last}" if one_epoch else f" (epoch {last})"
+    return f"Against {name}{when}: " + "; ".join(text) + "." if text else ""
 
 
 def _epochs(rows: list[dict]) -> str:
@@ -266,10 +290,12 @@ def sentences(strategies: list[dict], epochs: list[dict]) -> dict[tuple[str, str
         verifier's own data, and how many epochs are enough: up to three sentences.
     """
     result = {}
+    equal = equal_epochs(strategies)
     for (verifier, algorithm), rows in last_epochs(strategies).items():
         measured = [r for r in rows if r["macro"] is not None]
+        compared = [r for r in equal[verifier, algorithm] if r["macro"] is not None]
         own = [r for r in epochs if (r["verifier"], r["algorithm"]) == (verifier, algorithm)]
-        found = [_best(measured), _differences(measured)] if measured else []
+        found = [_best(measured), _differences(compared or measured)] if measured else []
         found.append(_epochs(own))
         result[verifier, algorithm] = [s for s in found if s] or ["no token was drafted."]
     return result
