@@ -39,7 +39,9 @@ def study(clone: Path) -> dict:
         "layers", "draft_vocab_size", "optimizer", "lr", "muon_lr", "total_seq_len")}  # fmt: skip
     config["algorithms"] |= {
         "dflash": common | {"algorithm": "dflash", "block_size": 4, "mask_token_id": 5,
-                            "max_anchors": 128},
+                            "max_anchors": 128,
+                            # After so few steps a block draft says one thing only, else.
+                            "lr": 0.003, "muon_lr": 0.02},
         "peagle": common | {"algorithm": "peagle", "num_depths": 3, "mask_token_id": 5},
     }  # fmt: skip
     config["study"] |= {"epochs": 1, "workloads": ["qa"], "name": "small",
@@ -96,7 +98,7 @@ def clone(tmp_path_factory):
     for name in filter(None, files):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     write(folder, study(folder))
     return folder
 
