@@ -14,6 +14,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+from scripts.lib.config import check
+from scripts.lib.plan import Plan
+
 GOAL_SECONDS = 30
 SHARDS, SHARD_SIZE = (25, 50, 100), 5000
 
@@ -63,30 +67,38 @@ def study(folder: Path, shards: int) -> dict:
     }  # fmt: skip
 
 
-def dry_run(shards: int) -> tuple[float, int]:
-    """Return (seconds, jobs) of the dry run on an empty store."""
+def dry_run(shards: int) -> tuple[float, int, float]:
+    """Return (seconds, jobs) of the dry run on an empty store, and seconds for one job's.
+
+    Every job of a cluster parses and plans anew before it begins.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(study(folder, shards)))
-        started = time.monotonic()
-        result = subprocess.run(
-            [sys.executable, "-m", "snakemake", "-n", "-s", str(ROOT / "Snakefile"), "-d", name,
-             "all", "--cores", "2", "--configfile", str(folder / "config.json"),
-             "--quiet", "rules"],
-            capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        seconds = time.monotonic() - started
-    if result.returncode:
-        raise SystemExit((result.stdout + result.stderr)[-3000:])
-    total = [line for line in result.stdout.splitlines() if line.startswith("total")]
-    return seconds, int(total[0].split()[1])
+        config = study(folder, shards)
+        (folder / "config.json").write_text(json.dumps(config))
+        first = Plan(check(config), folder).prompts("pool", 0)
+        times, outputs = [], []
+        for target in ("all", first.manifest):
+            started = time.monotonic()
+            result = subprocess.run(
+                [sys.executable, "-m", "snakemake", "-n", "-s", str(ROOT / "Snakefile"),
+                 "-d", name, target, "--cores", "2", "--configfile", str(folder / "config.json"),
+                 "--quiet", "rules"],
+                capture_output=True, text=True, timeout=600,
+            )  # fmt: skip
+            times.append(time.monotonic() - started)
+            outputs.append(result.stdout)
+            if result.returncode:
+                raise SystemExit((result.stdout + result.stderr)[-3000:])
+    total = [line for line in outputs[0].splitlines() if line.startswith("total")]
+    return times[0], int(total[0].split()[1]), times[1]
 
 
 def main() -> None:
     """Print one line per size and the growth."""
     found = {shards: dry_run(shards) for shards in SHARDS}
-    for shards, (seconds, jobs) in found.items():
-        print(f"dry run, {shards:3} shards: {jobs:6} jobs, {seconds:5.1f} s")
+    for shards, (seconds, jobs, one) in found.items():
+        print(f"dry run, {shards:3} shards: {jobs:6} jobs, {seconds:5.1f} s; one job {one:4.1f} s")
     first, last = (found[s] for s in (SHARDS[0], SHARDS[-1]))
     print(f"of the goal of {GOAL_SECONDS} s: {last[0] / GOAL_SECONDS:.2f}")
     print(f"seconds grow {last[0] / first[0]:.2f} times while jobs grow {last[1] / first[1]:.2f}")
