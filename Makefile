@@ -43,9 +43,9 @@ bench: env
 	@$(BIN)/python scripts/bench_plan.py
 	@$(BIN)/python scripts/bench_training.py
 
-## make prefetch   copy models and prompts of a study into the store: all that needs a network (STUDY=file)
+## make prefetch   list what a study needs from outside, and copy what is missing into the store (STUDY=file)
 prefetch: env
-	@$(BIN)/python -m snakemake models prompts --configfile $(STUDY)
+	@$(BIN)/python scripts/prefetch.py --fetch --configfile $(STUDY)
 
 ## make status     how far a study is, what runs, what failed and why (STUDY=file, the demo by default)
 status: env

@@ -127,16 +127,5 @@ def main(args) -> None:
             print("\n".join(f"  {line}" for line in found))
 
 
-def setting(text: str) -> tuple[str, object]:
-    """Parse KEY=VALUE as Snakemake's --config does (argparse `type`)."""
-    key, _, value = text.partition("=")
-    return key, yaml.safe_load(value)
-
-
 if __name__ == "__main__":
-    parser = cli.parser(__doc__)
-    parser.add_argument("--configfile", type=Path, default=DEFAULT, help="the study")
-    parser.add_argument(
-        "--config", type=setting, nargs="*", default=[], help="KEY=VALUE, as given to Snakemake"
-    )
-    cli.run(main, parser.parse_args())
+    cli.run(main, cli.study_parser(__doc__, DEFAULT).parse_args())

@@ -10,7 +10,7 @@ import pytest
 from helpers import make_plan
 
 from scripts import status
-from scripts.lib import store
+from scripts.lib import cli, store
 
 
 @pytest.fixture
@@ -98,5 +98,7 @@ def test_rate_and_time_left_follow_the_last_hour():
 
 
 def test_settings_are_read_as_snakemake_reads_them():
-    assert status.setting("accept_gemma_terms=true") == ("accept_gemma_terms", True)
-    assert status.setting("store=/a=b") == ("store", "/a=b")
+    parser = cli.study_parser("", Path("default.yaml"))
+    args = parser.parse_args(["--config", "accept_gemma_terms=true", "store=/a=b"])
+    assert dict(args.config) == {"accept_gemma_terms": True, "store": "/a=b"}
+    assert args.configfile == Path("default.yaml")

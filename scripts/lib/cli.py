@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
+import yaml
+
 from scripts.lib.errors import UserError
 
 log = logging.getLogger("workflow")
@@ -34,6 +36,27 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     result.add_argument("--log", type=Path, help="file that also receives the libraries' output")
     return result
+
+
+def study_parser(description: str | None, default: Path) -> argparse.ArgumentParser:
+    """Return a parser of programs about a study: its file, and settings laid over it.
+
+    Args:
+        description: of the program.
+        default: the study when none is named.
+    """
+    result = parser(description)
+    result.add_argument("--configfile", type=Path, default=default, help="the study")
+    result.add_argument(
+        "--config", type=_setting, nargs="*", default=[], metavar="KEY=VALUE",
+        help="as given to Snakemake",
+    )  # fmt: skip
+    return result
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, _, value = text.partition("=")
+    return key, yaml.safe_load(value)
 
 
 def json_argument(text: str):
