@@ -11,7 +11,7 @@ help:
 demo: env
 	@$(BIN)/python scripts/demo.py
 
-## make test       unit, DAG and end-to-end tests (about 8 minutes on 2 cores)
+## make test       unit, DAG and end-to-end tests (about 13 minutes on 2 cores)
 test: env
 	@$(BIN)/python -m pytest -q tests
 
