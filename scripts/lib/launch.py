@@ -29,7 +29,8 @@ def train(argv: list[str], args, part) -> dict:
     messages.unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(count), *argv, "--worker", str(messages),
+        # Without the dashes torchrun takes options of the script for its own.
+        str(count), "--", *argv, "--worker", str(messages),
     ]  # fmt: skip
     log = args.log or part.work / "processes.log"
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
