@@ -100,7 +100,7 @@ def batch_waits_for(stage):
 
 def packed(nodes):
     """Return the folders of many parts as one command line value."""
-    return pack([n.folder for n in nodes])
+    return pack(tuple(n.folder for n in nodes))
 
 
 def engine_model(stage, wildcards):

@@ -45,7 +45,11 @@ def job(folder: Path, end: str):
     (folder / "work").mkdir()
     runtime = {"training_processes": 2}
     part = Namespace(folder=folder, work=folder / "work")
-    return [str(script), str(folder), "--log", "x"], Namespace(runtime=runtime, log=folder / "log"), part
+    return (
+        [str(script), str(folder), "--log", "x"],
+        Namespace(runtime=runtime, log=folder / "log"),
+        part,
+    )
 
 
 def test_the_first_process_speaks_and_writes_for_all(tmp_path, monkeypatch):
@@ -81,7 +85,8 @@ def test_an_interrupted_training_leaves_no_process(tmp_path):
         "folder = Path(sys.argv[2])\n"
         "part = Namespace(folder=folder, work=folder / 'work')\n"
         "args = Namespace(runtime={'training_processes': 2}, log=folder / 'log', out=folder)\n"
-        "cli.run(lambda a: launch.train([str(folder / 'script.py'), str(folder), '--log', 'x'], a, part), args)\n"
+        "argv = [str(folder / 'script.py'), str(folder), '--log', 'x']\n"
+        "cli.run(lambda a: launch.train(argv, a, part), args)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(ROOT), str(folder)], stderr=subprocess.PIPE, text=True,

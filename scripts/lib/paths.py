@@ -6,10 +6,12 @@ the whole text of a shell command, to 128 KiB.
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 
 
-def pack(paths: list[str]) -> str:
+@cache
+def pack(paths: tuple[str, ...]) -> str:
     """Return `paths` as JSON in which folders that they share are written once.
 
     The value nests by folder: `{"a/b": {"c": {}, "d": {}}}` stands for `a/b/c` and
@@ -22,8 +24,9 @@ def pack(paths: list[str]) -> str:
         node = root
         for name in path.split("/"):
             node = node.setdefault(name, {})
-    text = json.dumps(_joined(root), separators=(",", ":"))
-    return text if [str(p) for p in unpack(text)] == paths else json.dumps(paths)
+    tree = _joined(root)
+    kept = tuple(_walk(tree)) == paths
+    return json.dumps(tree if kept else paths, separators=(",", ":"))
 
 
 def _joined(tree: dict) -> dict:
