@@ -115,14 +115,7 @@ def engine_model(stage, wildcards):
 
 def runtime_of(stage):
     """Return a params function: engine settings of a job, with the GPUs it spreads over."""
-
-    def settings(wildcards, output):
-        model = engine_model(stage, wildcards)
-        return canonical_json(
-            PLAN.config["runtime"] | {"tensor_parallel": PLAN.tensor_parallel(model)}
-        )
-
-    return settings
+    return lambda wildcards, output: canonical_json(PLAN.runtime(engine_model(stage, wildcards)))
 
 
 def needs(mem_mb, minutes, gpus=None):

@@ -168,7 +168,8 @@ def main() -> None:
         raise SystemExit("run `make demo` first: its tokens are what is measured here.")
     spec = {
         "model": response.parents["model"].folder, "prompts": response.parents["prompts"].folder,
-        "settings": response.settings, "tokens": tokens.folder, "runtime": study.config["runtime"],
+        "settings": response.settings, "tokens": tokens.folder,
+        "runtime": study.runtime(response.parents["model"]),
         "layers": [*study.layers(study.config["study"]["algorithms"][0]), ],
     }  # fmt: skip
     results = {name: measure(name, spec) for name in MEASUREMENTS}

@@ -51,7 +51,7 @@ def build(model_dir: str, runtime: dict, **arguments):
     try:
         llm = LLM(
             model=model_dir, enforce_eager=runtime["enforce_eager"],
-            tensor_parallel_size=runtime.get("tensor_parallel", 1),
+            tensor_parallel_size=runtime.get("tensor_parallel_size", 1),
             max_num_seqs=runtime["max_num_seqs"], enable_prefix_caching=False,
             generation_config="vllm", disable_log_stats=True, **arguments,
         )  # fmt: skip

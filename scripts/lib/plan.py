@@ -179,6 +179,14 @@ class Plan:
         sizes = self.config["runtime"]["tensor_parallel"]
         return max(sizes.get(names[0], 1) for names in model.aliases)
 
+    def runtime(self, model: Node) -> dict:
+        """Return the engine settings for a model part, as scripts take them.
+
+        `tensor_parallel` (model -> GPUs) is resolved to `tensor_parallel_size`.
+        """
+        settings = {k: v for k, v in self.config["runtime"].items() if k != "tensor_parallel"}
+        return settings | {"tensor_parallel_size": self.tensor_parallel(model)}
+
     def _source(self, entry: dict) -> tuple[list[str], list[str]]:
         paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
         full = [str(self.root / p) for p in paths]
@@ -217,7 +225,7 @@ class Plan:
         return self._node("workloads", [name], settings, local={"paths": paths})
 
     def teacher_name(self, name: str, verifier: str) -> str:
-        """Resolve a teacher's name or role for a verifier (`config.resolve_teacher`)."""
+        """Resolve a teacher's name or role for a verifier (`teachers.resolve_teacher`)."""
         return resolve_teacher(self.config, name, verifier, "teacher")
 
     def relation(self, strategy: str, verifier: str) -> str:

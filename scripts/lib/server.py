@@ -99,7 +99,7 @@ class Server:
             "--host", "127.0.0.1", "--port", str(self.port),
             "--chat-template", str(template_file), "--max-model-len", str(max_model_len),
             "--max-num-seqs", str(runtime["max_num_seqs"]), "--seed", str(seed),
-            "--tensor-parallel-size", str(runtime.get("tensor_parallel", 1)),
+            "--tensor-parallel-size", str(runtime.get("tensor_parallel_size", 1)),
             "--no-enable-prefix-caching", "--generation-config", "vllm",
         ]  # fmt: skip
         if runtime["enforce_eager"]:
