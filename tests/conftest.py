@@ -28,3 +28,25 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A running test Slurm, and a folder for what its jobs write."""
+    import cluster
+
+    base = tmp_path_factory.mktemp("jobs")
+    try:
+        with cluster.running(base / "slurm"):
+            yield base
+    except cluster.Skipped as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def no_jobs_left(slurm):
+    """Whatever a test submitted is cancelled after it."""
+    import cluster
+
+    yield
+    cluster.cancel_all()

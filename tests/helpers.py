@@ -35,6 +35,14 @@ def edited(config: dict, changes: dict) -> dict:
     return result
 
 
+def anchor_paths(config: dict, root: Path) -> None:
+    """Make the prompt files of a configuration absolute, so that it runs in any folder."""
+    for entry in (*config["pools"].values(), *config["workloads"].values()):
+        path = entry["path"]
+        several = isinstance(path, list)
+        entry["path"] = [str(root / p) for p in path] if several else str(root / path)
+
+
 def study(root: Path) -> dict:
     """Return a small study of two verifiers, two algorithms and four strategies.
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT, anchor_paths
 
 from scripts.lib.config import check
 from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 
-ROOT = Path(__file__).resolve().parents[1]
 CHEAP = {"all", "write_plan", "make_tables", "make_answers", "make_report", "link_current"}
 
 
@@ -51,13 +51,10 @@ def base(tmp_path):
     """The demo's configuration with absolute paths, two shards, and a finished store."""
     config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
     config["store"] = str(tmp_path / "store")
-    for pool in config["pools"].values():
-        pool["path"] = [str(ROOT / p) for p in pool["path"]]
-        pool["shard_size"] = 100
+    anchor_paths(config, ROOT)
+    config["pools"]["demo"]["shard_size"] = 100
     config["strategies"]["self"] |= {"pools": {"demo": 200}, "schedule_epochs": 6}
     config["vocabulary"]["pools"] = {"demo": 200}
-    for workload in config["workloads"].values():
-        workload["path"] = str(ROOT / workload["path"])
     config["study"]["epochs"] = 2
     finish_everything(config)
     return config
@@ -198,9 +195,7 @@ def test_a_second_strategy_on_the_same_data_shares_it(edited, tmp_path):
 def test_one_generation_per_teacher_serves_both_verifiers_of_the_cpu_study(tmp_path, accepted):
     config = yaml.safe_load((ROOT / "config/studies/cpu.yaml").read_text())
     config |= {"store": str(tmp_path / "store"), "accept_gemma_terms": accepted}
-    for entry in (*config["pools"].values(), *config["workloads"].values()):
-        paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
-        entry["path"] = [str(ROOT / p) for p in paths] if len(paths) > 1 else str(ROOT / paths[0])
+    anchor_paths(config, ROOT)
     template = config["models"]["gemma3-270m"]["chat_template"]
     config["models"]["gemma3-270m"]["chat_template"] = str(ROOT / template)
     rules = [rule for rule, _ in dry_run(config, tmp_path)]

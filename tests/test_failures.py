@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT, anchor_paths
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.full
 
 
@@ -17,12 +17,9 @@ def demo(folder: Path, **changes) -> Path:
     """Write the demo's configuration with absolute paths and `changes`; return its file."""
     config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
     config["store"] = str(folder / "store")
-    for pool in config["pools"].values():
-        pool["path"] = [str(ROOT / p) for p in pool["path"]]
-        pool["shard_size"] = 8
+    anchor_paths(config, ROOT)
+    config["pools"]["demo"]["shard_size"] = 8
     config["strategies"]["self"]["pools"] = config["vocabulary"]["pools"] = {"demo": 8}
-    for workload in config["workloads"].values():
-        workload["path"] = str(ROOT / workload["path"])
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config | changes, sort_keys=False))
     return file

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import edited, make_plan, study
+from helpers import anchor_paths, edited, make_plan, study
 
 from scripts import prefetch
 from scripts.lib.errors import UserError
@@ -42,8 +42,7 @@ def test_what_is_missing_is_listed_with_its_size_and_place(tmp_path, hub):
 def run(tmp_path, **changes):
     """Call the program on the small study; nothing is fetched."""
     config = edited(study(tmp_path), HUB | changes)
-    for entry in (*config["pools"].values(), *config["workloads"].values()):
-        entry["path"] = str(tmp_path / entry["path"])
+    anchor_paths(config, tmp_path)
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump(config))
     prefetch.main(Namespace(configfile=file, config=[], fetch=False))

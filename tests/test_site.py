@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, edited, make_plan, study
+from helpers import ROOT, anchor_paths, edited, make_plan, study
 from snakemake.cli import get_argument_parser
 from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
@@ -128,8 +128,7 @@ def jobs_of(profile: str, config: dict, folder: Path) -> str:
 @pytest.mark.parametrize("profile, gpu", [("slurm", "h100"), ("profiles/slurm-a100", "a100")])
 def test_every_engine_job_asks_for_its_models_gpus(tmp_path, profile, gpu):
     config = study(tmp_path)
-    for entry in (*config["pools"].values(), *config["workloads"].values()):
-        entry["path"] = str(tmp_path / entry["path"])
+    anchor_paths(config, tmp_path)
     config["runtime"] = {"device": "cuda", "tensor_parallel": {"large": 4}}
     asked: dict[str, set] = {}
     for rule, block in re.findall(
@@ -156,6 +155,13 @@ def test_tensor_parallel_is_in_the_key_of_latency_alone(tmp_path):
     ]
     assert changed and {n.settings.get("kind") for n in changed} == {"latency"}
     assert all(n.names[0] == "large" for n in changed)
+
+
+def test_scripts_get_the_size_of_their_model_and_not_the_map(tmp_path):
+    plan = make_plan(tmp_path, {"runtime.tensor_parallel": {"large": 4}})
+    sizes = [plan.runtime(plan.model(m))["tensor_parallel_size"] for m in ("small", "large")]
+    assert sizes == [1, 4]
+    assert "tensor_parallel" not in plan.runtime(plan.model("large"))
 
 
 def test_tensor_parallel_of_an_unknown_model_is_an_error(tmp_path):

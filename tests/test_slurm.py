@@ -13,34 +13,17 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import cluster
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, anchor_paths
 
 from scripts.lib import store
 from scripts.lib.config import check
 from scripts.lib.plan import Plan
 
-sys.path.insert(0, str(Path(__file__).parent / "slurm"))
-import cluster
-
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("no_jobs_left")]
 LIMIT = 240  # seconds for one call of Snakemake
-
-
-@pytest.fixture(scope="module", autouse=True)
-def slurm(tmp_path_factory):
-    try:
-        with cluster.running(tmp_path_factory.mktemp("cluster") / "slurm"):
-            yield
-    except cluster.Skipped as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture(autouse=True)
-def no_jobs_left(slurm):
-    yield
-    cluster.cancel_all()
 
 
 class Study:
@@ -65,11 +48,7 @@ class Study:
         config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
         config |= {"store": str(folder / "store"), "python": str(python)}
         config |= {"site": str(folder / "site.yaml")}
-        for entry in (*config["pools"].values(), *config["workloads"].values()):
-            paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
-            entry["path"] = [str(ROOT / p) for p in paths]
-        for workload in config["workloads"].values():
-            (workload["path"],) = workload["path"]
+        anchor_paths(config, ROOT)
         config["pools"]["demo"]["shard_size"] = -(-560 // shards)
         config["study"] |= {"epochs": 1, "workloads": ["qa"]}
         config["benchmark"]["latency"] = {}

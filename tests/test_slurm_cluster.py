@@ -1,14 +1,9 @@
 """What the workflow counts on in a Slurm, on the real one of `slurm/cluster.py`."""
 
-import sys
-from pathlib import Path
-
+import cluster
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "slurm"))
-import cluster
-
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("no_jobs_left")]
 
 # Says when and where it runs; the first run lasts until something ends it, the next is short.
 LONG = 'echo "$SLURMD_NODENAME"; test -n "$SLURM_RESTART_COUNT" || sleep 300; echo end'
@@ -16,20 +11,9 @@ LONG = 'echo "$SLURMD_NODENAME"; test -n "$SLURM_RESTART_COUNT" || sleep 300; ec
 REQUEUED = 60
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    base = tmp_path_factory.mktemp("jobs")
-    try:
-        with cluster.running(base / "slurm"):
-            yield base
-    except cluster.Skipped as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture(autouse=True)
-def no_jobs_left(folder):
-    yield
-    cluster.cancel_all()
+@pytest.fixture
+def folder(slurm):
+    return slurm
 
 
 def submit(folder, script: str, *options: str) -> str:
