@@ -24,7 +24,8 @@ from scripts.lib.identity import canonical_json, digest, pin_file
 from scripts.lib.labels import study_labels
 from scripts.lib.paths import pack
 from scripts.lib.plan import Plan
-from scripts.lib.site import job_resources, read_site, shell_prefix
+from scripts.lib.site import gpu_memory, job_resources, read_site, shell_prefix, watchdog
+from scripts.lib.slurm import growth
 from scripts.lib.store import write_json
 
 # A study file stands alone: laid over the demo it would inherit the demo's pools.

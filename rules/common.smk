@@ -15,6 +15,12 @@ except UserError as error:
     # Without this every user's mistake would come with a page of traceback.
     sys.exit(f"error: {error}")
 
+
+onstart:
+    if ON_SLURM:
+        watchdog(SITE, Path.cwd()).start()
+
+
 if workflow.is_main_process:
     for notice in PLAN.notices:
         print(notice, file=sys.stderr)
@@ -118,24 +124,33 @@ def runtime_of(stage):
     return lambda wildcards, output: canonical_json(PLAN.runtime(engine_model(stage, wildcards)))
 
 
-def needs(mem_mb, minutes, gpus=None):
+def grown(wildcards, attempt, what):
+    """Return by what the memory or time of an attempt is multiplied (`slurm.growth`)."""
+    if not ON_SLURM or not workflow.is_main_process:
+        # A job asks nobody: Snakemake caps its resources at what it was given.
+        return attempt
+    return growth(getattr(wildcards, "key", getattr(wildcards, "batch", "")), attempt)[what]
+
+
+def needs(mem_mb, minutes, gpus=None, nodes=1):
     """Return the resources of a step: what it needs anywhere, and the site's settings.
 
-    Memory and time grow with every attempt. `gpus` is a function of wildcards; a step
-    without it never runs on a GPU.
+    `gpus`, the GPUs on each node, is a function of wildcards; a step without it never runs
+    on a GPU. Memory and time grow with an attempt if the one before lacked them.
     """
-    found = job_resources(SITE)
-    memory = lambda wildcards, attempt: mem_mb * attempt
+    found = job_resources(SITE, 0, nodes)
+    memory = lambda wildcards, attempt: mem_mb * grown(wildcards, attempt, "memory")
     if gpus and ON_GPU:
         found = {
-            name: (lambda wildcards, name=name: job_resources(SITE, gpus(wildcards))[name])
-            for name in job_resources(SITE, 1)
+            name: (lambda wildcards, name=name: job_resources(SITE, gpus(wildcards), nodes)[name])
+            for name in job_resources(SITE, 1, nodes)
         }
-        per_gpu = 1000 * SITE["node"]["memory_gb_per_gpu"]
-        memory = lambda wildcards, attempt: max(mem_mb * attempt, per_gpu * gpus(wildcards))
+        memory = lambda wildcards, attempt: gpu_memory(
+            SITE, mem_mb, gpus(wildcards), grown(wildcards, attempt, "memory")
+        )
     return found | {
         "mem_mb": memory,
-        "runtime": lambda wildcards, attempt: minutes * attempt,
+        "runtime": lambda wildcards, attempt: minutes * grown(wildcards, attempt, "time"),
     }
 
 

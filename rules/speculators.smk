@@ -2,6 +2,9 @@
 # Invalidated by: the algorithm's or strategy's settings, the data, the epochs before.
 
 
+TRAINING_NODES = PLAN.config["runtime"]["training_nodes"]
+
+
 def training_inputs(wildcards):
     """Return what one epoch waits for; hidden states by their parts or batches."""
     node = PLAN.get("speculators", wildcards.key)
@@ -11,8 +14,8 @@ def training_inputs(wildcards):
 
 
 def training_gpus(wildcards):
-    """Return how many GPUs a training takes: one per process, whatever an engine would take."""
-    return PLAN.config["runtime"]["training_processes"]
+    """Return how many GPUs a training takes on each node: one per process."""
+    return PLAN.config["runtime"]["training_processes"] // TRAINING_NODES
 
 
 def optional(node, flag, role):
@@ -32,7 +35,7 @@ rule train_speculator:
         log_of("speculators"),
     threads: ENGINE_THREADS
     resources:
-        **needs(16000, 720, training_gpus),
+        **needs(16000, 720, training_gpus, TRAINING_NODES),
     params:
         runtime=runtime_of("speculators"),
         model=of("speculators", lambda n: n.parents["model"].folder),

@@ -7,6 +7,7 @@ from its last step checkpoint. Writes `checkpoint/`, `state.pt`, `steps.csv` and
 `training.json`.
 """
 
+import os
 import shutil
 import sys
 import time
@@ -54,7 +55,8 @@ def train(args, folder: Path) -> dict:
     processes = PartialState(cpu=runtime["device"] == "cpu")
     world, rank = processes.num_processes, processes.process_index
     if runtime["device"] == "cpu":
-        torch.set_num_threads(max(1, runtime["threads"] // world))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes on this node
+        torch.set_num_threads(max(1, runtime["threads"] // here))
     verifier_dir, _, facts = engine.open_model(args.model)
     layers = len(settings["layers"]) + 1
     data = load_splits(args, layers)

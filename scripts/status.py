@@ -6,7 +6,6 @@ has died, and from another machine that sees the same folders.
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -20,6 +19,7 @@ from scripts.lib import cli, store
 from scripts.lib.config import check
 from scripts.lib.nodes import Node
 from scripts.lib.plan import Plan
+from scripts.lib.slurm import squeue
 
 DEFAULT = Path(__file__).resolve().parents[1] / "config" / "config.yaml"
 LOGS = Path("results/logs")
@@ -105,14 +105,10 @@ def table(plan: Plan, now: float) -> tuple[list[str], list[str], list[str]]:
 
 def queue() -> str:
     """Return a line about the user's jobs in Slurm, or "" without Slurm."""
-    try:
-        states = subprocess.run(
-            ["squeue", "--me", "--noheader", "--format=%T"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout.split()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+    rows = squeue("T", "--me")
+    if rows is None:
         return ""
-    found = Counter(s.lower() for s in states)
+    found = Counter(state.lower() for (state,) in rows)
     return "Slurm: " + (", ".join(f"{n} {s}" for s, n in sorted(found.items())) or "no jobs")
 
 

@@ -43,7 +43,7 @@ def job(folder: Path, end: str):
     script = folder / "script.py"
     script.write_text(SCRIPT + ENDS[end])
     (folder / "work").mkdir()
-    runtime = {"training_processes": 2}
+    runtime = {"training_processes": 2, "training_nodes": 1}
     part = Namespace(folder=folder, work=folder / "work")
     return (
         [str(script), str(folder), "--log", "x"],
@@ -84,7 +84,8 @@ def test_an_interrupted_training_leaves_no_process(tmp_path):
         "from scripts.lib import cli, launch\n"
         "folder = Path(sys.argv[2])\n"
         "part = Namespace(folder=folder, work=folder / 'work')\n"
-        "args = Namespace(runtime={'training_processes': 2}, log=folder / 'log', out=folder)\n"
+        "runtime = {'training_processes': 2, 'training_nodes': 1}\n"
+        "args = Namespace(runtime=runtime, log=folder / 'log', out=folder)\n"
         "argv = [str(folder / 'script.py'), str(folder), '--log', 'x']\n"
         "cli.run(lambda a: launch.train(argv, a, part), args)\n"
     )
@@ -122,3 +123,11 @@ def test_messages_are_passed_on_once_and_only_whole(tmp_path, monkeypatch):
     messages.relay()
     messages.relay()
     assert shown == ["01:00:00 é 1", "01:00:01 half"] and messages.errors == ["bad"]
+
+
+def test_several_nodes_need_a_job_of_slurm(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    argv, args, part = job(tmp_path, "well")
+    args.runtime = {"training_processes": 4, "training_nodes": 2}
+    with pytest.raises(UserError, match="training_nodes is 2, but this is no job of Slurm"):
+        launch.train(argv, args, part)

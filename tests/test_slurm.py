@@ -4,122 +4,19 @@ What Snakemake, its executor, the profiles and the rules ask of Slurm is real, a
 the nodes' GPUs as far as Slurm is concerned.
 """
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import cluster
 import pytest
-import yaml
-from helpers import ROOT, anchor_paths
+from helpers import edited
+from study import Study, generation
 
 from scripts.lib import store
-from scripts.lib.config import check
-from scripts.lib.plan import Plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("no_jobs_left")]
-LIMIT = 240  # seconds for one call of Snakemake
-
-
-class Study:
-    """A study in a folder of its own, whose scripts are payloads.
-
-    Args:
-        folder: for configuration, store and events.
-        shards: shards of the pool.
-        gpus: GPUs that one engine takes.
-    """
-
-    def __init__(self, folder: Path, shards: int = 1, gpus: int = 2):
-        self.folder = folder
-        python = folder / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/slurm/payload.py "$@"\n')
-        python.chmod(0o755)
-        site = yaml.safe_load((ROOT / "config/site.yaml").read_text())
-        site["cpu_partition"] = "cpu"
-        for name, node in site["node_types"].items():
-            node["partition"] = name
-        (folder / "site.yaml").write_text(yaml.safe_dump(site))
-        config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
-        config |= {"store": str(folder / "store"), "python": str(python)}
-        config |= {"site": str(folder / "site.yaml")}
-        anchor_paths(config, ROOT)
-        config["pools"]["demo"]["shard_size"] = -(-560 // shards)
-        config["study"] |= {"epochs": 1, "workloads": ["qa"]}
-        config["benchmark"]["latency"] = {}
-        config["runtime"] = {
-            "device": "cuda", "tensor_parallel": {"smollm2-135m": gpus}, "training_processes": 4,
-        }  # fmt: skip
-        self.file = folder / "config.yaml"
-        self.file.write_text(yaml.safe_dump(config, sort_keys=False))
-        self.plan = Plan(check(config))
-        self.tell({})
-
-    def tell(self, todo: dict) -> None:
-        """Say what payloads do (`payload.py`)."""
-        (self.folder / "do.json").write_text(json.dumps(todo))
-
-    def finish(self, stage: str) -> None:
-        """Give all parts of a stage their manifests."""
-        for node in self.plan.nodes(stage):
-            Path(node.folder).mkdir(parents=True, exist_ok=True)
-            Path(node.manifest).write_text(json.dumps({"key": node.key}))
-
-    def start(self, target: str, profile: str = "profiles/slurm-h100") -> subprocess.Popen:
-        """Start Snakemake."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-        return subprocess.Popen(
-            [sys.executable, "-m", "snakemake", target, "-d", str(self.folder), "--profile",
-             profile, "--configfile", str(self.file), "--retries", "0", "--latency-wait", "10",
-             "--slurm-init-seconds-before-status-checks", "1"],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment | {"PAYLOAD": str(self.folder)}, start_new_session=True,
-        )  # fmt: skip
-
-    @staticmethod
-    def end(process: subprocess.Popen) -> tuple[int, str]:
-        """Return status and output once Snakemake has ended by itself."""
-        try:
-            output, _ = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            pytest.fail(f"Snakemake does not end:\n{output[-3000:]}")
-        return process.returncode, output
-
-    def run(self, target: str, profile: str = "profiles/slurm-h100") -> str:
-        """Run to success; return the output."""
-        status, output = self.end(self.start(target, profile))
-        assert status == 0, output[-4000:]
-        return output
-
-    def events(self, event: str = "start") -> list[dict]:
-        """Return what the payloads noted, in order of time."""
-        file = self.folder / "events.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [e for e in map(json.loads, lines) if e["event"] == event]
-
-    def wait_for_starts(self, count: int) -> list[dict]:
-        """Return the events once that many payloads have begun."""
-        cluster.wait_until(lambda: len(self.events()) >= count, 90, f"{count} jobs at work")
-        return self.events()
-
-    def done(self, stage: str) -> int:
-        """Return how many parts of a stage are finished."""
-        return sum(Path(n.manifest).exists() for n in self.plan.nodes(stage))
-
-
-def generation(folder: Path, shards: int, gpus: int) -> Study:
-    """Return a study of which everything before the responses is finished."""
-    study = Study(folder, shards, gpus)
-    study.finish("models")
-    study.finish("prompts")
-    return study
 
 
 def test_a_study_runs_as_the_readme_says_and_a_second_run_submits_nothing(tmp_path):
@@ -136,6 +33,21 @@ def test_a_study_runs_as_the_readme_says_and_a_second_run_submits_nothing(tmp_pa
     assert len({e["job"] for e in starts}) == 10  # one engine, one job
     assert "Nothing to be done" in study.run("benchmarks", "slurm")
     assert study.events() == starts
+
+
+def test_a_training_on_two_nodes_gets_its_gpus_on_both(tmp_path):
+    study = Study(tmp_path)
+    study.write(edited(study.config, {"runtime.training_nodes": 2}))
+    for stage in ("models", "prompts", "responses", "tokens", "hidden_states", "vocab"):
+        study.finish(stage)
+    study.run("speculators")
+    (event,) = study.events()
+    fields = dict(
+        field.split("=", 1)
+        for field in cluster.run("scontrol", "show", "job", event["job"]).split() if "=" in field
+    )  # fmt: skip
+    assert fields["NumNodes"] == "2" and fields["TresPerNode"] == "gres:gpu:h100:2"
+    assert len(event["gpus"]) == 2 and fields["Partition"] == "h100"
 
 
 def test_jobs_that_need_a_whole_node_never_share_one(tmp_path):
@@ -232,9 +144,7 @@ def test_an_interrupted_run_leaves_no_job_and_goes_on_later(tmp_path):
 
 def test_a_partition_that_does_not_exist_is_named_at_once(tmp_path):
     study = generation(tmp_path, 1, 2)
-    site = yaml.safe_load((tmp_path / "site.yaml").read_text())
-    site["node_types"]["h100"]["partition"] = "nowhere"
-    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    study.edit_site(lambda site: site["node_types"]["h100"].update(partition="nowhere"))
     started = time.monotonic()
     status, output = study.end(study.start("responses"))
     assert status != 0 and "invalid partition" in output

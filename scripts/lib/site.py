@@ -7,6 +7,7 @@ import yaml
 
 from scripts.lib.config import validated
 from scripts.lib.errors import UserError
+from scripts.lib.slurm import Watchdog
 
 SCHEMA_FILE = Path(__file__).resolve().parents[2] / "config" / "site.schema.yaml"
 
@@ -42,20 +43,23 @@ def job_resources(site: dict, gpus: int = 0, nodes: int = 1) -> dict[str, Any]:
 
     Args:
         site: result of `read_site`.
-        gpus: GPUs per node.
-        nodes: nodes.
+        gpus: GPUs on each node.
+        nodes: nodes. With more than one the step calls `srun` itself (`lib/launch.py`).
 
     Raises:
         UserError: when a node has not that many GPUs.
     """
     found: dict[str, Any] = {"nodes": nodes}
+    if nodes > 1:
+        # The executor then runs the step on the first node, outside of any srun.
+        found |= {"mpi": "srun", "tasks": nodes}
     named = {"slurm_account": site["account"], "qos": site["qos"], "slurm_extra": site["extra"]}
     if gpus:
         node = site["node"]
         if gpus > node["gpus"]:
             raise UserError(
                 f"a step needs {gpus} GPUs on a node, but nodes have {node['gpus']}. Lower "
-                "runtime.tensor_parallel or runtime.training, or choose another node type."
+                "runtime.tensor_parallel or runtime.training_processes, or raise training_nodes."
             )
         kind = f"gpu:{node['gpu']}" if node["gpu"] else "gpu"
         found |= {
@@ -67,6 +71,33 @@ def job_resources(site: dict, gpus: int = 0, nodes: int = 1) -> dict[str, Any]:
     else:
         named["slurm_partition"] = site["cpu_partition"]
     return found | {name: value for name, value in named.items() if value}
+
+
+def gpu_memory(site: dict, mem_mb: int, gpus: int, growth: int) -> int:
+    """Return the memory (MB) that a step with GPUs asks for on each node.
+
+    Args:
+        site: result of `read_site`.
+        mem_mb: what the step needs at least.
+        gpus: GPUs on the node, each with its share of the node's memory.
+        growth: 1, or more after an attempt that ran out of memory.
+    """
+    share = 1000 * site["node"]["memory_gb_per_gpu"]
+    return max(mem_mb, min(share * gpus * growth, share * site["node"]["gpus"]))
+
+
+def watchdog(site: dict, folder: Path) -> Watchdog:
+    """Return the watchdog of a run with the site's limits, not yet started.
+
+    Args:
+        site: result of `read_site`.
+        folder: working directory of the run.
+    """
+    limits = site["waiting"]
+    return Watchdog(
+        folder, 60 * limits["hopeless_minutes"], 3600 * limits["pending_hours"],
+        60 * limits["lost_minutes"],
+    )  # fmt: skip
 
 
 def shell_prefix(site: dict) -> str:

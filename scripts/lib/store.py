@@ -11,7 +11,6 @@ import os
 import platform
 import secrets
 import socket
-import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from scripts.lib import slurm
 from scripts.lib.cli import log
 from scripts.lib.errors import UserError
 from scripts.lib.identity import CONTRACTS, KEY_LENGTH, canonical_json, part_key, sha256_file
@@ -108,21 +108,6 @@ def write_json(path: Path, value) -> None:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def slurm_job_ended(job: str) -> bool:
-    """Return whether Slurm says that a job is over; False when it cannot be asked."""
-    try:
-        result = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format=%T"],
-            capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return False
-    if result.returncode:
-        return "Invalid job id" in result.stderr
-    states = result.stdout.split()
-    return all(s not in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED") for s in states)
-
-
 def is_finished(folder: Path) -> bool:
     """Return whether a part is finished; give it its manifest back where that was deleted.
 
@@ -167,7 +152,7 @@ class Claim:
             alive = alive and Path(f"/proc/{owner['pid']}").exists()
         if alive and (job := owner.get("job")):
             # Started again on another node, or resubmitted after a node was lost.
-            alive = job != os.environ.get("SLURM_JOB_ID") and not slurm_job_ended(job)
+            alive = job != os.environ.get("SLURM_JOB_ID") and not slurm.job_ended(job)
         return owner, alive
 
     def _refuse(self, owner: dict):
