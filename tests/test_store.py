@@ -45,6 +45,64 @@ def finished(root, settings=SETTINGS):
     return part
 
 
+ATTEMPT = """
+import sys, time
+from pathlib import Path
+from scripts.lib import store
+store.HEARTBEAT_SECONDS = 0.1
+settings, root = {"max_length": 8}, Path(sys.argv[1])
+with store.Part(root, "tokens", settings, {}):
+    time.sleep(float(sys.argv[2]))
+    if sys.argv[3] == "fail":
+        raise KeyError
+"""
+
+
+def test_seconds_of_attempts_that_failed_or_were_killed_count(tmp_path):
+    part = new_part(tmp_path, "tokens", SETTINGS)
+    assert run_python(ATTEMPT, part.folder, 0.3, "fail").returncode
+    killed = subprocess.Popen(
+        [sys.executable, "-c", ATTEMPT, str(part.folder), "60", "wait"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    deadline = time.monotonic() + 20
+    while len(found := store.earlier_attempts(part.folder)) < 2 or found[1]["seconds"] < 0.5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    found = store.earlier_attempts(part.folder)
+    with new_part(tmp_path, "tokens", SETTINGS) as part:
+        time.sleep(0.2)
+        part.finish([])
+    manifest = store.read_manifest(part.folder, "tokens")
+    assert manifest["earlier_attempts"] == found
+    failed, cut = (a["seconds"] for a in found)
+    assert 0.3 <= failed < 10 and 0.5 <= cut < 20
+    assert failed + cut + 0.2 <= manifest["wall_seconds"] < failed + cut + 10
+    assert sorted(p.name for p in part.folder.iterdir()) == [".manifest.json", "manifest.json"]
+
+
+def test_a_finished_part_that_is_opened_again_and_one_taken_over_keep_no_time(tmp_path):
+    done = finished(tmp_path)
+    with new_part(tmp_path, "tokens", SETTINGS):
+        pass
+    assert not (done.folder / store.ATTEMPTS).exists()
+    with new_part(tmp_path, "tokens", {"max_length": 9}) as part:
+        write_claim(part.folder)
+    assert not (part.folder / store.ATTEMPTS).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[{", "[1]", '{"a": 1}', '[{"seconds": "x"}]'])
+def test_damaged_times_of_attempts_are_no_reason_to_fail(tmp_path, content):
+    part = new_part(tmp_path, "tokens", SETTINGS)
+    part.folder.mkdir(parents=True)
+    (part.folder / store.ATTEMPTS).write_text(content)
+    with part:
+        part.finish([])
+    assert store.read_manifest(part.folder)["earlier_attempts"] == []
+
+
 # -- manifests -------------------------------------------------------------------
 
 

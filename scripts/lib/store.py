@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,6 +27,7 @@ from scripts.lib.identity import CONTRACTS, KEY_LENGTH, canonical_json, part_key
 MANIFEST = "manifest.json"
 MANIFEST_COPY = ".manifest.json"  # undeclared, so that Snakemake leaves it alone
 CLAIM = "claim.json"
+ATTEMPTS = "attempts.json"  # beside the claim: scripts empty `work` as they like
 HEARTBEAT_SECONDS = 20
 STALE_SECONDS = 300
 LIBRARIES = (
@@ -133,10 +135,14 @@ class Claim:
     The first to create `claim.json` owns the folder. A second process exits at
     once and names the owner; it takes over only a claim whose heartbeat is older
     than `STALE_SECONDS`, whose process on this host has ended, or whose Slurm job has.
+
+    Args:
+        folder: to claim; created if need be.
+        on_beat: called with every heartbeat, in the heartbeat's thread.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.path = folder, folder / CLAIM
+    def __init__(self, folder: Path, on_beat: Callable[[], None] | None = None):
+        self.folder, self.path, self._on_beat = folder, folder / CLAIM, on_beat
         self._lock = folder / (CLAIM + ".takeover")
         self._stop = threading.Event()
         self._text = ""
@@ -204,7 +210,8 @@ class Claim:
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
-    def _is_mine(self) -> bool:
+    def is_mine(self) -> bool:
+        """Return whether nobody took the claim over."""
         try:
             return self.path.read_text() == self._text
         except OSError:
@@ -212,14 +219,16 @@ class Claim:
 
     def _beat(self):
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            if not self._is_mine():
+            if not self.is_mine():
                 return
             with contextlib.suppress(OSError):
                 os.utime(self.path)
+                if self._on_beat:
+                    self._on_beat()
 
     def __exit__(self, *_):
         self._stop.set()
-        if self._is_mine():
+        if self.is_mine():
             self.path.unlink(missing_ok=True)
 
 
@@ -256,7 +265,9 @@ class Part:
                 f"{self.folder}: settings and inputs give the key {key}. Plan and command "
                 "line disagree; name the output folder after the key, or check the settings."
             )
-        self.key, self._claim = key, Claim(self.folder)
+        self.key, self._claim = key, Claim(self.folder, self._keep_time)
+        self._times, self._earlier = threading.Lock(), list[dict]()
+        self._timed = False
 
     @property
     def work(self) -> Path:
@@ -278,10 +289,28 @@ class Part:
     def __enter__(self):
         self._claim.__enter__()
         self._start, self._clock = now(), time.monotonic()
+        if not self.finished:
+            self._earlier = earlier_attempts(self.folder)
+            self._timed = True
         return self
 
     def __exit__(self, *exc):
+        with contextlib.suppress(OSError):  # a full disk must not hide why it ends
+            self._keep_time()
         self._claim.__exit__(*exc)
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._clock, 3)
+
+    def _keep_time(self) -> None:
+        """Write down how long attempts took so far: one that is killed leaves no manifest."""
+        with self._times:
+            if self._timed and self._claim.is_mine():
+                mine = {
+                    "start": self._start, "seconds": self._seconds(),
+                    "host": socket.gethostname(),
+                }  # fmt: skip
+                write_json(self.folder / ATTEMPTS, [*self._earlier, mine])
 
     def metadata(self) -> dict[str, str]:
         """Return what every data file of this part carries in its own metadata."""
@@ -293,6 +322,9 @@ class Part:
     def finish(self, files, counts=None, facts=None, device=None) -> None:
         """Write the manifest.
 
+        `wall_seconds` counts all attempts; `earlier_attempts` lists those before the last
+        (start, seconds, host). Of a killed one, up to `HEARTBEAT_SECONDS` are not known.
+
         Args:
             files: data file names (or directory names, taken recursively).
             counts: rows by status.
@@ -303,6 +335,7 @@ class Part:
         for name in files:
             path = self.folder / name
             paths += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        before = sum(a["seconds"] for a in self._earlier)
         write_manifest(self.folder, {
             "stage": self.stage, "contract": CONTRACTS[self.stage], "key": self.key,
             "settings": self.settings, "inputs": self.inputs,
@@ -313,10 +346,23 @@ class Part:
                 for p in paths
             },
             "versions": versions(),
-            "wall_seconds": round(time.monotonic() - self._clock, 3),
+            "wall_seconds": round(before + self._seconds(), 3),
+            "earlier_attempts": self._earlier,
             "device": device or {"type": "cpu", "count": os.cpu_count()},
             "host": socket.gethostname(), "start": self._start, "end": now(),
         })  # fmt: skip
+        with self._times:
+            self._timed = False
+            (self.folder / ATTEMPTS).unlink(missing_ok=True)
+
+
+def earlier_attempts(folder: Path) -> list[dict]:
+    """Return the attempts (start, seconds, host) at a part that did not finish it."""
+    try:
+        found = json.loads((Path(folder) / ATTEMPTS).read_text())
+        return [a for a in found if float(a["seconds"]) >= 0 and a["start"] and a["host"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []  # none, or cut by a full disk: time is worth no failure
 
 
 def key_of(folder: Path) -> str:
