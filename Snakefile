@@ -45,6 +45,7 @@ include: "rules/vocab.smk"
 include: "rules/speculators.smk"
 include: "rules/benchmarks.smk"
 include: "rules/tables.smk"
+include: "rules/economics.smk"
 
 
 localrules:
@@ -63,6 +64,7 @@ rule all:
     input:
         "results/report.html",
         rules.make_tables.output,
+        rules.make_economics.output,
         rules.link_current.output,
 
 
@@ -100,3 +102,4 @@ rule tables:
     input:
         rules.make_tables.output,
         rules.make_answers.output,
+        rules.make_economics.output,

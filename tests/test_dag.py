@@ -16,7 +16,10 @@ from scripts.lib.config import check
 from scripts.lib.labels import study_labels
 from scripts.lib.plan import Plan
 
-CHEAP = {"all", "write_plan", "make_tables", "make_answers", "make_report", "link_current"}
+CHEAP = {
+    "all", "write_plan", "make_tables", "make_answers", "make_economics", "make_report",
+    "link_current",
+}  # fmt: skip
 
 
 def dry_run(config: dict, folder: Path, snakefile: Path = ROOT / "Snakefile") -> set[tuple]:

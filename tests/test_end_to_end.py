@@ -165,6 +165,13 @@ def test_the_study_runs_to_tables_and_report(clone):
     assert lossless[lossless.workload == "pooled"].iloc[0].compared == 8
     latency = pd.read_csv(clone / "results/tables/latency.csv")
     assert set(latency.failed) == {0} and (latency.itl_ms > 0).all()
+    economics = pd.read_csv(clone / "results/tables/economics.csv")
+    assert len(economics) == 3 and (economics.checkpoint_bytes > 10_000).all()
+    assert (economics.kv_bytes_per_token > 0).all() and (economics.training_money > 0).all()
+    assert (economics.training_unknown_parts == 0).all()
+    costs = pd.read_csv(clone / "results/tables/costs.csv")
+    total = costs[(costs.stage == "total") & (costs.group == "all")].iloc[0]
+    assert total.unknown_parts == 0 and total.money > economics.training_money.max()
     assert (clone / "results/report.html").stat().st_size > 10_000
     assert (clone / "results/current/speculators/smollm2-135m/eagle3/self/epoch-1").is_symlink()
     assert not list((clone / "results/store").rglob("claim.json"))

@@ -30,6 +30,8 @@ def study_labels(plan: Plan) -> dict:
         "bench": {k: bench[k] for k in ("bootstrap_samples", "min_prompts", "overlap_ngram")},
         "acceptance": acceptance, "latency": latency, "training": _training_rows(plan),
         "strategies": _strategy_rows(plan), "notices": plan.notices,
+        "economics": config["economics"],
+        "methods": {name: recipe["algorithm"] for name, recipe in config["algorithms"].items()},
         "pools": [{"pool": p, "folder": f} for p, f in pools],
         "workloads": [{"workload": w, "folder": plan.workload(w).folder} for w in workloads],
         "index": [

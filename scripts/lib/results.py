@@ -25,10 +25,14 @@ INTEGERS = {
     "control_compared", "control_identical", "requests", "incomplete", "steps", "tokens",
     "supervised_tokens", "total_steps", "rows", "validation_rows", "trainable_parameters",
     "device_count", "own_samples", "self_epoch", "training_tokens", "teacher_verifiers",
+    "parts", "unknown_parts", "input_tokens", "output_tokens", "bytes", "verifiers", "fitted_k",
+    "gpus_before", "gpus_after", "gpus_saved", "checkpoint_bytes", "kv_bytes_per_token",
+    "training_unknown_parts",
 }  # fmt: skip
 TEXTS = {
     "verifier", "model", "algorithm", "strategy", "workload", "vllm", "key", "hardware", "device",
     "stage", "name", "folder", "relation", "teachers", "start", "teacher_device", "reason",
+    "group", "teacher", "pool", "currency", "note", "model_source", "verdict",
 }  # fmt: skip
 BOOLEANS = {"flagged", "suggested"}
 
