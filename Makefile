@@ -37,10 +37,11 @@ format: env
 	@$(BIN)/ruff format scripts tests
 	@$(BIN)/snakefmt Snakefile rules
 
-## make bench      efficiency: our stages against bare vLLM, training against Speculators', a large dry run
+## make bench      efficiency: our stages against bare vLLM, training against Speculators', a large dry run, large tables
 bench: env
 	@$(BIN)/python scripts/bench.py
 	@$(BIN)/python scripts/bench_plan.py
+	@$(BIN)/python scripts/bench_tables.py
 	@$(BIN)/python scripts/bench_training.py
 
 ## make prefetch   list what a study needs from outside, and copy what is missing into the store (STUDY=file)

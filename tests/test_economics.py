@@ -408,6 +408,15 @@ def test_the_verdict_says_where_speculation_slows_serving_down():
     assert "none is saved, training never pays back" in bad["verdict"]
 
 
+def test_a_speed_up_that_the_acceptance_length_cannot_give_is_noise():
+    (row,) = priced(None, [(1, 10.0, 100.0, 4.0, 250.0)])  # length 2.0, 2.5 times as fast
+    assert row["break_even_length"] == 0.8 and row["measured_speedup"] == 2.5
+    assert row["verdict"].startswith("unclear") and "cannot give that" in row["verdict"]
+    assert row["gpus_after"] is row["gpus_saved"] is row["payback_hours"] is None
+    (near,) = priced(None, [(1, 10.0, 100.0, 4.9, 200.0)])
+    assert near["break_even_length"] == pytest.approx(0.98) and near["gpus_after"] == 6
+
+
 def test_the_program_writes_both_tables_from_tables_and_manifests(plan, tmp_path):
     plan |= {"economics": SETTINGS | {"currency": "EUR"}, "methods": {"eagle3": "eagle3"}}
     plan["index"] = [

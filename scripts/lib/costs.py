@@ -164,7 +164,7 @@ def device_seconds(parts: Iterable[Part]) -> dict[str, float]:
                 f"usable times ({error}). Remove its folder; the next run makes it again."
             ) from error
         result[device] += seconds * count
-    return dict(result)
+    return {device: round(seconds, 3) for device, seconds in result.items()}
 
 
 def _unusable(part: Part, error: Exception) -> UserError:

@@ -14,6 +14,9 @@ measurements at several k can tell c from v.
 import math
 from collections.abc import Iterable, Sequence
 
+# Differences of a few percent are noise. 1 + k c + v cannot be below 1, so that a number
+# further below says that the two latencies do not belong together.
+NOISE = 0.05
 PARALLEL = ("peagle", "dflash", "dflash2", "dspark")  # one pass drafts all k tokens
 
 
@@ -30,6 +33,11 @@ def break_even(length: float, with_ms: float, without_ms: float) -> float:
 def speedup(length: float, overhead: float) -> float:
     """Return the model's speed-up of the time between tokens (`overhead`: 1 + k c + v)."""
     return length / overhead
+
+
+def plausible(overhead: float | None) -> bool:
+    """Return whether a measured 1 + k c + v can be true, or is unknown."""
+    return overhead is None or overhead >= 1 - NOISE
 
 
 def separate(points: Iterable[tuple[int, float]]) -> tuple[float, float] | None:
@@ -159,7 +167,8 @@ class Measurements:
         same = ("verifier", "algorithm", "k", "concurrency", "hardware", "temperature")
         others = [
             r["break_even_length"] for r in self.rows
-            if r is not row and r["break_even_length"] and _key(r, same) == _key(row, same)
+            if r is not row and _key(r, same) == _key(row, same)
+            and r["break_even_length"] and plausible(r["break_even_length"])
         ]  # fmt: skip
         if not row["acceptance_length"]:
             return None, "none: no acceptance length at this k and workload"
@@ -208,6 +217,12 @@ def verdict(row: dict, why_no_gain: str) -> str:
         text = f"slower: {at} speculation makes a token take {1 / ratio:.2f} times as long{because}"
     else:
         text = f"faster: {at} tokens come {ratio:.2f} times as fast{because}"
+    if not plausible(even):
+        return (
+            f"unclear: {at} tokens seem to come {ratio:.2f} times as fast, but an acceptance "
+            f"length of {length:.2f} cannot give that: the noise of the latencies is larger than "
+            "the effect. Measure more requests (benchmark.latency.requests_per_stream)"
+        )
     through = row["throughput_speedup"]
     if through and ratio >= 1 > through:
         text += f", but the server gives fewer of them per second ({through:.2f} times)"
@@ -241,7 +256,9 @@ def rows(
         predicted, source = measured.predicted(row)
         gain, why = measured.gain(row, target)
         before = settings["gpus"]
-        after = gpus_needed(before, gain, serving.get("per_engine", 1)) if gain else None
+        after = None
+        if gain and plausible(row["break_even_length"]):
+            after = gpus_needed(before, gain, serving.get("per_engine", 1))
         line = row | facts | {
             "model_speedup": predicted, "model_source": source, "itl_target_ms": target,
             "draft_cost": fit and fit[0], "verify_cost": fit and fit[1],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from scripts.lib import acceptance, statistics, store, tables
@@ -72,6 +73,24 @@ def read_prompts(plan: dict) -> tuple[dict[str, list[str]], set[str]]:
     return {w: [r["prompt_id"] for r in rows] for w, rows in workloads.items()}, overlap
 
 
+def _outputs(table: pa.Table) -> dict[str, bytes]:
+    """Return prompt id -> token ids of the answered requests.
+
+    As bytes: as lists, the outputs of a large study would not fit into memory.
+
+    Raises:
+        UserError: when an answered request has no output; its text has no file name.
+    """
+    good = table.filter(pc.equal(table["status"], "ok")).combine_chunks()
+    lists = good["output_ids"].combine_chunks()
+    if lists.null_count:
+        raise UserError(f"{lists.null_count} answered requests have no output_ids")
+    values, ends = lists.flatten().to_numpy(), np.cumsum(pc.list_value_length(lists))
+    starts = np.concatenate([[0], ends[:-1]]).astype(int) if len(ends) else []
+    ids = good["prompt_id"].to_pylist()
+    return {i: values[a:b].tobytes() for i, a, b in zip(ids, starts, ends, strict=True)}
+
+
 def read_requests(entry: dict, prompts: dict[str, list[str]], overlap: set[str]) -> dict:
     """Read a part of requests and reduce it to what the tables need.
 
@@ -84,7 +103,8 @@ def read_requests(entry: dict, prompts: dict[str, list[str]], overlap: set[str])
         UserError: when the requests are not the workload's or contradict themselves.
     """
     folder, manifest = entry["folder"], statistics.open_part(entry, "benchmarks", "acceptance")
-    rows = tables.read(folder, "requests.parquet", "benchmarks", acceptance.REQUESTS)
+    table = tables.read_table(folder, "requests.parquet", "benchmarks", acceptance.REQUESTS)
+    rows = table.drop_columns(["output_ids"]).to_pylist()
     expected = prompts.get(entry["workload"])
     if expected is None:
         raise UserError(f"{folder}: the plan lists no workload {entry['workload']}.")
@@ -94,12 +114,10 @@ def read_requests(entry: dict, prompts: dict[str, list[str]], overlap: set[str])
             f"{entry['workload']}. Remove the folder; the next run makes it again."
         )
     kept = [r for r in rows if r["prompt_id"] not in overlap]
-    good = [r for r in rows if r["status"] == "ok"]
     counted = [r for r in kept if r["status"] == "ok"]
     try:
         values = statistics.counters(counted, entry["k"])
-        # As bytes: the outputs of a large study would not fit into memory as lists.
-        outputs = {r["prompt_id"]: np.array(r["output_ids"], np.int32).tobytes() for r in good}
+        outputs = _outputs(table)
     except (UserError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder}/requests.parquet: {error}. Remove the folder; the next run makes it again."

@@ -9,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -134,10 +135,21 @@ def resample_indices(count: int, samples: int, seed: int, key: str) -> np.ndarra
     return generator.integers(0, count, size=(samples, count))
 
 
+@lru_cache(maxsize=32)  # all checkpoints of a workload are compared on the same resamples
+def _multiplicities(count: int, samples: int, seed: int, key: str) -> np.ndarray:
+    """Return how often each resample holds each prompt: [samples, count]."""
+    chosen = resample_indices(count, samples, seed, key)
+    flat = np.bincount(
+        (chosen + count * np.arange(samples)[:, None]).ravel(), None, samples * count
+    )
+    return flat.reshape(samples, count).astype(np.uint32)
+
+
 def resampled_sums(values: np.ndarray, samples: int, seed: int, key: str) -> np.ndarray:
     """Return the column sums of each resample of `values`' rows: [samples, columns]."""
-    chosen = resample_indices(len(values), samples, seed, key)
-    return np.stack([column[chosen].sum(axis=1) for column in values.T], axis=1)
+    often = _multiplicities(len(values), samples, seed, key)
+    # A product of floats is fast, and exact for counts below 2 ** 53.
+    return (often.astype(np.float64) @ values.astype(np.float64)).astype(np.int64)
 
 
 def interval(values: np.ndarray) -> tuple[float | None, float | None]:

@@ -37,7 +37,12 @@ def write(path: Path, rows: list[dict], schema: pa.Schema, metadata: dict[str, s
 
 
 def read(folder: Path, name: str, stage: str, schema: pa.Schema) -> list[dict]:
-    """Read a finished part's parquet file as rows after checking it.
+    """Read a finished part's parquet file as rows after checking it (see `read_table`)."""
+    return read_table(folder, name, stage, schema).to_pylist()
+
+
+def read_table(folder: Path, name: str, stage: str, schema: pa.Schema) -> pa.Table:
+    """Read a finished part's parquet file after checking it.
 
     Raises:
         UserError: naming file, expected and found, when contract, key, columns or
@@ -46,7 +51,8 @@ def read(folder: Path, name: str, stage: str, schema: pa.Schema) -> list[dict]:
     manifest = store.read_manifest(folder, stage)
     path = store.data_file(folder, name, manifest)
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:  # half the time of `read_table` for a small file
+            table = file.read()
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(
             f"{path} is damaged ({error}). Remove the folder {folder}; the next run makes it again."
@@ -63,4 +69,4 @@ def read(folder: Path, name: str, stage: str, schema: pa.Schema) -> list[dict]:
     expected_rows = manifest["facts"]["rows"]
     if table.num_rows != expected_rows:
         raise UserError(f"{path}: expected {expected_rows} rows, found {table.num_rows}.")
-    return table.to_pylist()
+    return table
